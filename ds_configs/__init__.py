@@ -1,0 +1,1 @@
+"""DeepSpeed configurations, as JSON data. This file only makes the folder travel with the package."""

@@ -1,0 +1,165 @@
+"""What runs there are and how they stand, read from the run folders through any node that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.diagnose import first_cause
+from r4090c.errors import CouldNotTell, UsageError
+from r4090c.model import Cluster
+from r4090c.remote import Fleet, NodeError, Shell
+
+STALE_S = 30.0
+"""est.: an agent writes every 2 s; NFS may show that up to some seconds late."""
+
+LIST = r"""
+import json, os, time
+
+def load(path):
+    try:
+        with open(path) as handle:
+            return json.load(handle)
+    except (OSError, ValueError):
+        return None
+
+def last_line(path):
+    try:
+        with open(path, "rb") as handle:
+            handle.seek(0, 2)
+            handle.seek(max(0, handle.tell() - 4096))
+            lines = handle.read().split(b"\n")
+        return json.loads(lines[-2].decode())
+    except (OSError, ValueError, IndexError):
+        return None
+
+def main(request):
+    runs, top = [], request["runs"]
+    try:
+        names = sorted(os.listdir(top), reverse=True)
+    except OSError:
+        names = []
+    for name in names:
+        if request["only"] and name != request["only"]:
+            continue
+        folder = os.path.join(top, name)
+        plan = load(os.path.join(folder, "plan.json"))
+        if plan is None:
+            continue
+        agents = {}
+        for node in plan["nodes"]:
+            found = load(os.path.join(folder, "agents", node["name"] + ".json"))
+            if found is not None and found.get("attempt") == plan["attempt"]:
+                agents[node["name"]] = found
+        runs.append({"folder": folder, "plan": plan, "agents": agents, "last": last_line(os.path.join(folder, "metrics.jsonl")), "recipe": load(os.path.join(folder, "recipe.json")) if request["only"] else None})
+        if len(runs) >= request["limit"]:
+            break
+    return {"now": time.time(), "runs": runs}
+"""
+
+READ = r"""
+import os
+
+def main(request):
+    try:
+        with open(request["path"], "rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            offset = request["offset"] if request["offset"] <= size else 0
+            handle.seek(offset)
+            data = handle.read(1 << 20)
+    except OSError as error:
+        return {"error": error.strerror, "text": "", "offset": request["offset"]}
+    return {"error": None, "text": data.decode(errors="replace"), "offset": offset + len(data)}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run as its folder tells. `state`: running, done, failed, stopped, lost (agents silent, no end told)."""
+
+    id: str
+    state: str
+    recipe: str
+    nodes: tuple[str, ...]
+    run_dir: str
+    attempt: int
+    step: int | None
+    steps: int | None
+    started_at: str
+    cause: str | None
+    plan: Mapping[str, Any]
+    resolved: Mapping[str, Any] | None
+
+
+def run_state(plan: Mapping[str, Any], agents: Mapping[str, Mapping[str, Any]], now: float) -> tuple[str, str | None]:
+    """Return (state, first cause or None) of a run's last attempt, from its agents' files. `now`: the reading node's clock."""
+    ends = [agent.get("end") for agent in agents.values()]
+    names = [node["name"] for node in plan["nodes"]]
+    if len(agents) == len(names) and all(end is not None and end.get("outcome") == "done" for end in ends):
+        return "done", None
+    if any(
+        end is None and now - float(agent.get("heartbeat", 0)) < STALE_S for end, agent in zip(ends, agents.values(), strict=True)
+    ):
+        return "running", None
+    if any(end is not None for end in ends):
+        events = [event for agent in agents.values() for event in agent.get("events", [])]
+        silent = {name: "its agent told no end" for name in names if name not in agents or agents[name].get("end") is None}
+        cause = first_cause(events, silent, plan["run_id"])
+        return ("stopped" if cause.kind == "stopped" else "failed"), cause.summary
+    return "lost", "no agent has been heard and none told an end"
+
+
+def list_runs(fleet: Fleet, cluster: Cluster, only: str | None = None, limit: int = 50) -> list[Run]:
+    """Return the runs in the run folder, the newest first. Raises CouldNotTell when no node answers."""
+    answer = ask_any(fleet, LIST, {"runs": cluster.nodes[0].paths.runs, "only": only, "limit": limit})
+    runs = []
+    for one in answer["runs"]:
+        plan = one["plan"]
+        state, cause = run_state(plan, one["agents"], answer["now"])
+        nodes = tuple(node["name"] for node in plan["nodes"])
+        step = (one["last"] or {}).get("step")
+        runs.append(
+            Run(
+                plan["run_id"],
+                state,
+                plan["recipe"],
+                nodes,
+                one["folder"],
+                plan["attempt"],
+                step,
+                plan.get("steps"),
+                plan["created_at"],
+                cause,
+                plan,
+                one["recipe"],
+            )
+        )
+    return sorted(runs, key=lambda run: run.started_at, reverse=True)
+
+
+def find_run(fleet: Fleet, cluster: Cluster, run_id: str) -> Run:
+    """Return the run called `run_id`. Raises UsageError when there is none."""
+    if "/" in run_id or run_id in ("", ".", ".."):
+        raise UsageError(f"run {run_id!r}", "not a run id", "an id as `r4090c jobs` shows it", "r4090c jobs")
+    found = list_runs(fleet, cluster, only=run_id)
+    if not found:
+        raise UsageError(
+            f"run {run_id}", f"there is none in {cluster.nodes[0].paths.runs}", "an id as `r4090c jobs` shows it", "r4090c jobs"
+        )
+    return found[0]
+
+
+def ask_any(fleet: Fleet, source: str, request: object, nodes: Sequence[str] | None = None) -> Any:
+    """Return the answer of the first node that gives one, asked in turn. Raises CouldNotTell when none does."""
+    last: NodeError | None = None
+    for name in nodes or list(fleet.nodes):
+        try:
+            shell: Shell = fleet.shell(name)
+            return shell.ask(source, request).value
+        except NodeError as error:
+            last = error
+    assert last is not None
+    raise CouldNotTell(
+        "every node", f"none answers; the last, {last}", "at least one reachable node", "r4090c preflight --quick"
+    ) from last

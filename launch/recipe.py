@@ -1,0 +1,136 @@
+"""Recipes: YAML data under train/recipes (or a user's own file), with `--set key=value`, resolved to the JSON the training reads.
+
+Nothing of `train` is imported: the two sides meet in the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from r4090c.errors import InputErrors, UsageError
+
+FOLDER = Path(__file__).resolve().parent.parent / "train" / "recipes"
+REQUIRED: dict[str, type | tuple[type, ...]] = {
+    "name": str,
+    "script": str,
+    "model": dict,
+    "data": dict,
+    "steps": int,
+    "micro_batch": int,
+    "gradient_accumulation": int,
+    "optimizer": dict,
+    "ds_config": str,
+    "checkpoint": dict,
+    "seed": int,
+}
+"""Keys every recipe has, and their types; train/ checks the values."""
+POSITIVE = ("steps", "micro_batch", "gradient_accumulation")
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that come with r4090c."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def is_script(target: str) -> bool:
+    """True when `launch TARGET` means a script of the user's own."""
+    return target.endswith(".py")
+
+
+def load_recipe(target: str, sets: Sequence[str] = (), base: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the recipe called `target` (a name, or a path to a YAML file), or `base` (one resolved earlier), with `sets` applied.
+
+    Raises UsageError naming the key, the value, and the nearest valid name.
+    """
+    path = Path(target) if target.endswith((".yaml", ".yml")) else FOLDER / f"{target}.yaml"
+    if not path.is_file() or (path.parent == FOLDER and path.stem not in recipe_names()):
+        near = difflib.get_close_matches(target, recipe_names(), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UsageError(
+            f"recipe {target}",
+            f"there is none{hint}",
+            f"one of {', '.join(recipe_names())}, a .yaml file, or a .py script",
+            "r4090c launch --help",
+        )
+    try:
+        recipe = base if base is not None else yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(str(path), " ".join(str(error).split()), "a readable YAML recipe") from error
+    if not isinstance(recipe, dict):
+        raise UsageError(str(path), f"holds a {type(recipe).__name__}", "a mapping of recipe keys")
+    errors: list[UsageError] = []
+    for text in sets:
+        try:
+            _set(recipe, text)
+        except UsageError as error:
+            errors.append(error)
+    errors += _mistakes(recipe, str(path))
+    if errors:
+        raise errors[0] if len(errors) == 1 else InputErrors(errors)
+    return recipe
+
+
+def _mistakes(recipe: Mapping[str, Any], source: str) -> list[UsageError]:
+    """Return one error a missing or mistyped key."""
+    errors = []
+    for key, kind in REQUIRED.items():
+        if key not in recipe:
+            errors.append(UsageError(f"{source}: {key}", "missing", f"a value of type {_type_name(kind)}"))
+        elif not isinstance(recipe[key], kind) or isinstance(recipe[key], bool):
+            errors.append(UsageError(f"{source}: {key}", f"{recipe[key]!r}", f"a value of type {_type_name(kind)}"))
+        elif key in POSITIVE and recipe[key] < 1:
+            errors.append(UsageError(f"{source}: {key}", f"{recipe[key]!r}", "at least 1"))
+    script = recipe.get("script")
+    if isinstance(script, str) and (script.startswith("/") or ".." in script.split("/")):
+        errors.append(UsageError(f"{source}: script", script, "a file below train/, like main.py"))
+    return errors
+
+
+def _type_name(kind: type | tuple[type, ...]) -> str:
+    return kind.__name__ if isinstance(kind, type) else " or ".join(one.__name__ for one in kind)
+
+
+def _set(recipe: dict[str, Any], text: str) -> None:
+    """Apply one `key.subkey=value`; the key must exist and the value be of its kind. Raises UsageError."""
+    name, equals, raw = text.partition("=")
+    culprit = f"--set {text}"
+    if not equals or not name:
+        raise UsageError(culprit, "no `=`" if name else "no key", "key=value, like steps=20 or optimizer.lr=1e-3")
+    try:
+        value = yaml.safe_load(raw) if raw else ""
+    except yaml.YAMLError as error:
+        raise UsageError(culprit, "the value is not YAML", "a number, a word, true/false, or [a, list]") from error
+    *folders, last = name.split(".")
+    at: Any = recipe
+    walked: list[str] = []
+    for part in [*folders, last]:
+        if not isinstance(at, dict) or part not in at:
+            names = list(at) if isinstance(at, dict) else []
+            near = difflib.get_close_matches(part, [str(key) for key in names], n=1)
+            where = ".".join(walked) or "the recipe"
+            hint = f"; did you mean {'.'.join([*walked, near[0]])}?" if near else ""
+            raise UsageError(
+                culprit,
+                f"{where} has no key {part!r}{hint}",
+                f"one of {', '.join(str(key) for key in names)}" if names else "a key of the recipe",
+            )
+        walked.append(part)
+        if part is last and len(walked) == len(folders) + 1:
+            break
+        at = at[part]
+    old = at[last]
+    if isinstance(old, float) and isinstance(value, str):
+        try:
+            value = float(value)  # YAML 1.1 reads 1e-3 as text
+        except ValueError:
+            pass
+    if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if old is not None and value is not None and type(old) is not type(value):
+        raise UsageError(culprit, f"{value!r} is a {type(value).__name__}", f"a {type(old).__name__} like {old!r}")
+    at[last] = value

@@ -1,0 +1,211 @@
+"""Launch: wish and facts -> gate -> code on every node -> plan -> agents -> followed to the end."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from netcheck.judge import exit_code
+from netcheck.preflight import run_preflight
+
+from launch.jobs import Run, find_run, list_runs
+from launch.plan import Code, Job, Plan, Ports, make_plan
+from launch.recipe import is_script, load_recipe
+from launch.supervise import Supervisor
+from launch.sync import digest_of, our_files, sync, user_files
+from r4090c.errors import CheckFailed, CouldNotTell, Exit, UsageError
+from r4090c.model import Cluster, Finding, Node, NodeFacts, Status
+from r4090c.paths import RunPaths, SharedPaths, new_run_id
+from r4090c.remote import Fleet
+
+MASTER_PORT_DRY, GANG_PORT_DRY = 29500, 29501
+"""What a dry run shows; a real one takes ports that are free on the lead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the command line asked for."""
+
+    target: str
+    sets: tuple[str, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    nproc: int | None = None
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] | None = None
+    code: Path | None = None
+    resume: str | None = None
+    """None = a new run; "" = the recipe's last run; else a run id."""
+    gate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that is decided before the nodes are touched: the job, the run folder, what is written and sent."""
+
+    job: Job
+    run: RunPaths
+    attempt: int
+    recipe: dict[str, Any] | None
+    files: Mapping[str, bytes]
+    nodes: tuple[Node, ...]
+
+
+def prepare(fleet: Fleet, cluster: Cluster, wish: Wish) -> Prepared:
+    """Return what is to be run. Asks the nodes only to resume. Raises UsageError."""
+    runs_folder = PurePosixPath(wish.nodes[0].paths.runs)
+    if is_script(wish.target):
+        return _prepare_script(wish, runs_folder)
+    previous: Run | None = None
+    nodes, nproc = wish.nodes, wish.nproc
+    if wish.resume is not None:
+        recipe_name = load_recipe(wish.target)["name"]
+        previous = find_run(fleet, cluster, wish.resume) if wish.resume else _last_run(fleet, cluster, recipe_name)
+        recipe = _resumed_recipe(previous, recipe_name, wish)
+        ranks = len(previous.plan["nodes"][0]["ranks"])
+        nproc = nproc or ranks
+        if len(nodes) * nproc != previous.plan["world_size"]:
+            nodes = _same_nodes(cluster, previous)
+            nproc = wish.nproc or ranks
+    else:
+        recipe = load_recipe(wish.target, wish.sets)
+    run = RunPaths(runs_folder / (previous.id if previous else new_run_id(recipe["name"])))
+    recipe["resume"] = previous is not None
+    shared = SharedPaths(PurePosixPath(nodes[0].paths.shared))
+    args = ("--recipe", str(run.recipe), "--run-dir", str(run.root), "--data-dir", str(shared.data), *wish.args)
+    job = Job(recipe["name"], f"train/{recipe['script']}", args, nproc, recipe["steps"], wish.env)
+    return Prepared(job, run, previous.attempt + 1 if previous else 1, recipe, our_files(), nodes)
+
+
+def _prepare_script(wish: Wish, runs_folder: PurePosixPath) -> Prepared:
+    script = Path(wish.target)
+    if not script.is_file():
+        raise UsageError(wish.target, "no such file", "a Python script, or a recipe's name", "r4090c launch --help")
+    if wish.sets or wish.resume is not None:
+        raise UsageError(
+            wish.target,
+            "--set and --resume are for recipes",
+            "arguments of your script after --",
+            f"r4090c launch {wish.target} -- --resume",
+        )
+    root = (wish.code or script.parent).resolve()
+    files = {**our_files(), **user_files(script, wish.code)}
+    name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in script.stem) or "script"
+    job = Job(name, f"user/{script.resolve().relative_to(root).as_posix()}", wish.args, wish.nproc, None, wish.env)
+    return Prepared(job, RunPaths(runs_folder / new_run_id(name)), 1, None, files, wish.nodes)
+
+
+def _last_run(fleet: Fleet, cluster: Cluster, recipe: str) -> Run:
+    for run in list_runs(fleet, cluster):
+        if run.recipe == recipe:
+            return find_run(fleet, cluster, run.id)
+    raise UsageError(
+        "--resume", f"recipe {recipe} has no run in {cluster.nodes[0].paths.runs}", "an earlier run", f"r4090c launch {recipe}"
+    )
+
+
+def _resumed_recipe(previous: Run, name: str, wish: Wish) -> dict[str, Any]:
+    """Return the recipe of the run that is resumed, with this launch's --set applied."""
+    if previous.state == "running":
+        raise UsageError(f"run {previous.id}", "still runs", "a run that has ended", f"r4090c stop {previous.id}")
+    if previous.resolved is None or previous.recipe != name:
+        raise UsageError(
+            f"run {previous.id}", f"is of {previous.recipe}, not of recipe {name}", f"a run of {name}", "r4090c jobs"
+        )
+    return load_recipe(wish.target, wish.sets, base=dict(previous.resolved))
+
+
+def _same_nodes(cluster: Cluster, previous: Run) -> tuple[Node, ...]:
+    try:
+        return tuple(cluster.node(name) for name in previous.nodes)
+    except KeyError as error:
+        raise UsageError(
+            f"run {previous.id}",
+            f"node {error} is no longer in the inventory; a ZeRO checkpoint loads only at its own world size ({previous.plan['world_size']})",
+            f"--nodes with {len(previous.nodes)} nodes",
+            "r4090c nodes",
+        ) from error
+
+
+def gate(findings: Sequence[Finding]) -> None:
+    """Raise CheckFailed or CouldNotTell when the nodes are not fit to launch on."""
+    code = exit_code(findings)
+    if code == Exit.OK:
+        return
+    wanted = Status.FAIL if code == Exit.FAILED else Status.UNKNOWN
+    bad = [finding for finding in findings if finding.status is wanted]
+    lines = [f"{one.subject}: {one.check}: {one.observed} (expected {one.expected})\n    mend: {one.remedy}" for one in bad[:5]]
+    more = f"\n  and {len(bad) - 5} more" if len(bad) > 5 else ""
+    kind = CheckFailed if code == Exit.FAILED else CouldNotTell
+    raise kind(
+        "the cluster is not fit to launch on",
+        "\n  " + "\n  ".join(lines) + more,
+        "",
+        "r4090c preflight   (or launch with --no-gate)",
+    )
+
+
+def dry_plan(fleet: Fleet, cluster: Cluster, wish: Wish) -> Plan:
+    """Return the plan a launch would use, without changing anything on the nodes."""
+    prepared = prepare(fleet, cluster, wish)
+    _, facts, findings = run_preflight(fleet, cluster, prepared.nodes, measure=False)
+    if wish.gate:
+        gate(findings)
+    digest = digest_of(prepared.files)
+    code = Code(str(SharedPaths(PurePosixPath(prepared.nodes[0].paths.shared)).code_tree(digest)), digest)
+    return _plan(cluster, prepared, facts, code, Ports(MASTER_PORT_DRY, GANG_PORT_DRY))
+
+
+def _plan(cluster: Cluster, prepared: Prepared, facts: Mapping[str, NodeFacts], code: Code, ports: Ports) -> Plan:
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return make_plan(
+        cluster,
+        prepared.nodes,
+        facts,
+        prepared.job,
+        run=prepared.run,
+        attempt=prepared.attempt,
+        code=code,
+        ports=ports,
+        created_at=created,
+    )
+
+
+def start(fleet: Fleet, cluster: Cluster, wish: Wish, say: Callable[[str], None]) -> Supervisor:
+    """Check, sync, plan and start; return the supervisor of the running attempt. Raises R4090cError; nothing is left then.
+
+    Facts are gathered and the code is synced at the same time; the gate judges before any rank starts.
+    """
+    prepared = prepare(fleet, cluster, wish)
+    names = [node.name for node in prepared.nodes]
+    synced: list[tuple[Code, Ports] | BaseException] = []
+
+    def bring_code() -> None:
+        try:
+            synced.append(sync(fleet, names, prepared.nodes[0].paths.shared, prepared.files))
+        except BaseException as error:  # noqa: BLE001 -- carried to the caller's thread
+            synced.append(error)
+
+    say(f"checking {len(names)} nodes, syncing the code")
+    thread = threading.Thread(target=bring_code, daemon=True)
+    thread.start()
+    _, facts, findings = run_preflight(fleet, cluster, prepared.nodes, measure=False)
+    if wish.gate:
+        gate(findings)
+    thread.join()
+    if isinstance(synced[0], BaseException):
+        raise synced[0]
+    code, ports = synced[0]
+    plan = _plan(cluster, prepared, facts, code, ports)
+    files = {str(prepared.run.facts): json.dumps({name: asdict(fact) for name, fact in facts.items()}, default=str)}
+    if prepared.recipe is not None:
+        files[str(prepared.run.recipe)] = json.dumps(prepared.recipe, indent=1)
+    supervisor = Supervisor(fleet, plan, secrets.token_hex(16))
+    say(f"starting {plan.world_size} ranks on {', '.join(names)}")
+    supervisor.start(files)
+    return supervisor

@@ -1,0 +1,313 @@
+"""Start an attempt on its nodes, follow it to its end, stop it: the controller's side of the agents.
+
+The agents keep the gang by themselves; the supervisor tells a person what happens, notices what no agent can tell (a node that
+no longer answers), names the first cause and makes sure that nothing is left. "SSH lost" is not "node lost": a lost connection
+is reopened, and only when the others have ended, or nobody answers, does it count.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from launch.diagnose import Cause, first_cause
+from launch.plan import NodePlan, Plan, plan_json, secrets_of
+from launch.sync import AGENT
+from r4090c.errors import CouldNotTell, R4090cError, TrainingFailed
+from r4090c.paths import RunPaths
+from r4090c.remote import Fleet, NodeError, Shell, Stream, Verdict
+
+SILENT_S = 3.0
+"""A follower prints a beat every second; this long without one and its connection is reopened."""
+UNREACHABLE_S = 5.0
+"""est.: how long reopening is tried, once the other nodes have ended, before the node counts as lost."""
+NOBODY_S = 30.0
+"""est.: when no node at all answers for this long, the controller's own network is the likelier fault."""
+STOP_GRACE_S = 5.0
+"""est.: what an agent gets to end its ranks when asked to stop."""
+
+
+class Watcher(Protocol):
+    """What the command line shows while an attempt runs. Called from one thread."""
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        """One line of metrics.jsonl."""
+
+    def log(self, line: str) -> None:
+        """One line of global rank 0's log."""
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """One event of an agent."""
+
+    def note(self, text: str) -> None:
+        """Something a person may want to know."""
+
+
+@dataclass(slots=True)
+class _NodeView:
+    """What is known of one node: its last agent state, and since when it has not been heard (monotonic seconds)."""
+
+    state: dict[str, Any] | None = None
+    over: bool = False
+    silent_since: float | None = None
+    why: str = ""
+    events_seen: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended. `outcome`: done, failed, stopped. `left`: node -> pids that would not go."""
+
+    outcome: str
+    cause: Cause | None
+    left: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+class Supervisor:
+    """One attempt of one run."""
+
+    def __init__(self, fleet: Fleet, plan: Plan, token: str) -> None:
+        self.fleet = fleet
+        self.plan = plan
+        self.paths = _run_paths(plan)
+        self._token = token
+        self._queue: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+        self._views = {node.name: _NodeView() for node in plan.nodes}
+        self._streams: dict[str, Stream] = {}
+        self._closing = threading.Event()
+
+    @property
+    def names(self) -> list[str]:
+        """The nodes, the lead first."""
+        return [node.name for node in self.plan.nodes]
+
+    # ------------------------------------------------------------------ start
+
+    def start(self, files: Mapping[str, str]) -> None:
+        """Start the agent on every node; `files` (path -> text) are written by the lead first.
+
+        Raises the first NodeError or TrainingFailed; then nothing is left running.
+        """
+        plan = plan_json(self.plan)
+        secrets = secrets_of(self.plan)
+
+        def start_one(shell: Shell) -> dict[str, Any]:
+            name = shell.node.name
+            request: dict[str, Any] = {"plan": plan, "node": name, "token": self._token, "secrets": {name: secrets[name]}}
+            if name == self.names[0]:
+                request["files"] = {str(self.paths.plan): json.dumps(plan, indent=1), **files}
+            folders = (self.paths.agents, self.paths.attempt(self.plan.attempt), self.paths.heartbeats, self.paths.checkpoints)
+            request["folders"] = [str(folder) for folder in folders] if name == self.names[0] else []
+            done = shell.run(
+                ["python3", "-I", "-S", f"{self.plan.code.tree}/launch/agent.py", "start"],
+                stdin=json.dumps(request).encode(),
+                timeout_s=30,
+            )
+            try:
+                answer = json.loads(done.stdout.strip().splitlines()[-1])
+            except (ValueError, IndexError):
+                answer = {"error": (done.stderr.strip().splitlines() or [f"exit status {done.rc}"])[-1]}
+            if "error" in answer:
+                raise NodeError(
+                    name, Verdict.LOST, f"the agent did not start: {answer['error']}", "", f"r4090c preflight --nodes {name}"
+                )
+            assert isinstance(answer, dict)
+            return answer
+
+        try:
+            results = self.fleet.map(start_one, self.names)
+        except BaseException:
+            self.stop("the controller (start was interrupted)")
+            raise
+        for result in results.values():
+            if isinstance(result, NodeError):
+                self.stop("the controller (an agent did not start)")
+                raise result
+
+    # ------------------------------------------------------------------ follow
+
+    def _follow_one(self, node: NodePlan) -> None:
+        """Keep a follower on `node` until it has told the end; runs in a thread of its own."""
+        files: dict[str, list[Any]] = {}
+        if node.node_rank == 0:
+            files = {
+                "metrics": ["metrics", str(self.paths.metrics), 0],
+                "log": ["log", str(self.paths.rank_log(self.plan.attempt, 0)), 0],
+            }
+            if self.plan.attempt > 1:
+                files["metrics"][2] = -1
+        while not self._closing.is_set():
+            try:
+                what = {"run_id": self.plan.run_id, "node": node.name, "files": list(files.values())}
+                argv = ["python3", "-I", "-S", f"{self.plan.code.tree}/launch/agent.py", "follow", json.dumps(what)]
+                stream = self._streams[node.name] = self.fleet.shell(node.name).stream(argv)
+                stream.set_timeout(SILENT_S)
+                for line in stream.lines():
+                    message = json.loads(line)
+                    if "line" in message:
+                        files[message["line"][0]][2] = message["offset"]
+                    self._queue.put((node.name, message))
+                    if message.get("agent_gone") or (message.get("state") or {}).get("state") == "ended":
+                        stream.close()
+                        return
+                why = "the connection to it broke"
+                stream.close()
+            except (NodeError, ValueError) as error:
+                why = error.observed if isinstance(error, NodeError) else f"it answered nonsense: {error}"
+            self._queue.put((node.name, {"silent": why}))
+            self.fleet.drop(node.name)
+            self._closing.wait(0.5)
+
+    def follow(self, watcher: Watcher) -> Outcome:
+        """Follow the attempt to its end, and return how it ended. Raises CouldNotTell when no node answers any more."""
+        for node in self.plan.nodes:
+            threading.Thread(target=self._follow_one, args=(node,), daemon=True, name=f"follow-{node.name}").start()
+        try:
+            while not self._finished():
+                try:
+                    name, message = self._queue.get(timeout=0.2)
+                except queue.Empty:
+                    continue
+                self._take(name, message, watcher)
+        finally:
+            self._closing.set()
+        return self._outcome()
+
+    def _take(self, name: str, message: dict[str, Any], watcher: Watcher) -> None:
+        view = self._views[name]
+        if "silent" in message:
+            if view.silent_since is None:
+                view.silent_since = time.monotonic()
+                watcher.note(f"{name}: {message['silent']}; trying again")
+            view.why = message["silent"]
+            return
+        if view.silent_since is not None:
+            view.silent_since = None
+            watcher.note(f"{name}: answers again")
+        if "line" in message:
+            kind, text = message["line"]
+            if kind == "log":
+                watcher.log(text)
+            else:
+                try:
+                    watcher.metrics(json.loads(text))
+                except ValueError:
+                    watcher.note(f"{name}: a line of metrics.jsonl is not JSON")
+        if "state" in message and message["state"] is not None:
+            view.state = message["state"]
+            events = view.state.get("events", [])
+            for event in events[view.events_seen :]:
+                if event.get("node") == name:
+                    watcher.event(event)
+            view.events_seen = len(events)
+            view.over = view.state.get("state") == "ended"
+        if message.get("agent_gone"):
+            view.over = True
+
+    def _finished(self) -> bool:
+        now = time.monotonic()
+        views = self._views.values()
+        silent = [view for view in views if not view.over and view.silent_since is not None]
+        if len(silent) == len(self._views) and all(now - (view.silent_since or now) > NOBODY_S for view in silent):
+            raise CouldNotTell(
+                self.plan.run_id,
+                f"no node has answered for {NOBODY_S:g} s: {silent[0].why}",
+                "at least one reachable node",
+                "r4090c jobs   (the run goes on without us)",
+            )
+        waiting = [view for view in views if not view.over]
+        if not waiting:
+            return True
+        others_ended = len(waiting) < len(self._views)
+        return others_ended and all(view.silent_since is not None and now - view.silent_since > UNREACHABLE_S for view in waiting)
+
+    def _outcome(self) -> Outcome:
+        views = self._views
+        if all(view.over and ((view.state or {}).get("end") or {}).get("outcome") == "done" for view in views.values()):
+            return Outcome("done", None)
+        unreachable = {name: view.why for name, view in views.items() if not view.over}
+        left = self.stop("the supervisor (the attempt ended)", only=[name for name in views if name not in unreachable])
+        states = [view.state for view in views.values() if view.state is not None]
+        events = [event for state in states for event in state.get("events", [])]
+        for name, view in views.items():
+            if view.over and ((view.state or {}).get("end") is None):
+                events.append(
+                    {
+                        "node": "controller",
+                        "kind": "agent-lost",
+                        "peer": name,
+                        "time": time.time(),
+                        "detail": f"the agent on {name} is gone",
+                    }
+                )
+        cause = first_cause(events, unreachable, self.plan.run_id)
+        outcome = "stopped" if cause.kind == "stopped" else "failed"
+        self._write_diagnosis(cause, [name for name in views if name not in unreachable])
+        return Outcome(outcome, cause, left)
+
+    def _write_diagnosis(self, cause: Cause, reachable: Sequence[str]) -> None:
+        """Keep the cause in the run folder, by the first node that can write it."""
+        text = json.dumps({"schema": "r4090c.diagnosis/1", "attempt": self.plan.attempt, **asdict(cause)}, indent=1)
+        for name in reachable:
+            try:
+                self.fleet.shell(name).put(str(self.paths.diagnosis), text.encode(), timeout_s=10)
+                return
+            except NodeError:
+                continue
+
+    # ------------------------------------------------------------------ stop
+
+    def stop(self, by: str, only: Sequence[str] | None = None) -> Mapping[str, Sequence[int]]:
+        """End the attempt on every node (or `only` those); return node -> pids that would not go.
+
+        Nodes that do not answer are left to their own agents' leases.
+        """
+        self._closing.set()
+        for stream in list(self._streams.values()):
+            stream.close()
+        return stop_run(self.fleet, self.plan.run_id, self.names if only is None else only, by).left
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """What stopping came to. `left`: node -> pids that would not go; `unreachable`: nodes that did not answer."""
+
+    left: Mapping[str, Sequence[int]]
+    unreachable: Sequence[str]
+
+
+def stop_run(fleet: Fleet, run_id: str, nodes: Sequence[str], by: str) -> Stopped:
+    """End run `run_id` on `nodes`: ask each agent, then sweep what carries the run's mark."""
+
+    def one(shell: Shell) -> dict[str, Any]:
+        request = {"do": "stop", "run_id": run_id, "node": shell.node.name, "by": by, "grace_s": STOP_GRACE_S}
+        value = shell.ask(AGENT, request, timeout_s=30).value
+        assert isinstance(value, dict)
+        return value
+
+    answers = fleet.map(one, nodes)
+    left = {name: answer["left"] for name, answer in answers.items() if not isinstance(answer, NodeError) and answer["left"]}
+    return Stopped(left, [name for name, answer in answers.items() if isinstance(answer, NodeError)])
+
+
+def _run_paths(plan: Plan) -> RunPaths:
+    from pathlib import PurePosixPath
+
+    return RunPaths(PurePosixPath(plan.run_dir))
+
+
+def failure(outcome: Outcome, run_id: str) -> R4090cError:
+    """Return the error that tells a person how the attempt ended."""
+    cause = outcome.cause
+    assert cause is not None
+    evidence = "\n".join("    " + line for line in cause.evidence.splitlines()[-6:])
+    observed = cause.summary + (f"\n{evidence}" if evidence else "")
+    if outcome.left:
+        observed += f"\n  still running: {dict(outcome.left)}"
+    where = cause.node if cause.rank is None else f"{cause.node}, rank {cause.rank}"
+    return TrainingFailed(f"run {run_id} failed ({where})", observed, "", cause.next_command)

@@ -1,0 +1,182 @@
+"""Bring the code to the nodes: one content-addressed tree on the shared folder, verified on every node.
+
+The tree's name is the hash of its content, so an unchanged tree is never sent again and a running job never sees its code
+change. It holds what the nodes need (`launch/agent.py`, `launch/rank.py`, `train/`, `ds_configs/`) and, for a script of the user's
+own, the script's folder below `user/`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import subprocess
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from launch.plan import Code, Ports
+from r4090c.errors import CouldNotTell, UsageError
+from r4090c.paths import SharedPaths
+from r4090c.remote import Fleet, NodeError, Shell
+
+PROJECT = Path(__file__).resolve().parent.parent
+OURS = ("launch/agent.py", "launch/rank.py", "train", "ds_configs")
+SKIPPED_FOLDERS = {
+    "__pycache__",
+    ".git",
+    ".venv",
+    "venv",
+    "node_modules",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    "runs",
+    "wandb",
+}
+USER_LIMIT_MIB = 64
+"""est.: a project's code is far below; more means that data would be sent."""
+
+AGENT = (PROJECT / "launch" / "agent.py").read_text(encoding="utf-8")
+"""The agent's source: `Shell.ask` runs its main() on a node without needing any file there."""
+
+UNPACK = (
+    "import os,shutil,sys,tarfile;root=sys.argv[1];aside='%s.tmp%d'%(root,os.getpid());os.makedirs(aside);"
+    "t=tarfile.open(fileobj=sys.stdin.buffer,mode='r|gz');"
+    "t.extractall(aside,**({'filter':'data'} if hasattr(tarfile,'data_filter') else {}));t.close();"
+    "old='%s.old%d'%(root,os.getpid());\n"
+    "if os.path.isdir(root): os.rename(root,old)\n"
+    "os.rename(aside,root);shutil.rmtree(old,ignore_errors=True)"
+)
+
+
+def digest_of(files: Mapping[str, bytes]) -> str:
+    """Return the sha256 over names and contents (hex). The agent computes the same over the tree it finds."""
+    total = hashlib.sha256()
+    for name in sorted(files):
+        total.update(f"{name}\0{hashlib.sha256(files[name]).hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def our_files() -> dict[str, bytes]:
+    """Return the part of this project that runs on the nodes: path in the tree -> content."""
+    files: dict[str, bytes] = {}
+    for part in OURS:
+        path = PROJECT / part
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and "__pycache__" not in file.parts:
+                files[file.relative_to(PROJECT).as_posix()] = file.read_bytes()
+    return files
+
+
+def user_files(script: Path, root: Path | None = None) -> dict[str, bytes]:
+    """Return the folder of the user's script as `user/…` paths -> content: what git tracks or would, else all but caches.
+
+    Raises UsageError when the script is not below `root` or the folder is larger than 64 MiB.
+    """
+    folder = (root or script.parent).resolve()
+    if not script.resolve().is_relative_to(folder):
+        raise UsageError(str(script), f"not below --code {folder}", "a script inside the folder that is synced")
+    files: dict[str, bytes] = {}
+    size = 0
+    for file in _listed(folder, script.resolve()):
+        size += file.stat().st_size
+        if size > USER_LIMIT_MIB << 20:
+            raise UsageError(
+                str(folder),
+                f"more than {USER_LIMIT_MIB} MiB of files would be sent to the nodes",
+                "a folder of code; data belongs on the shared storage",
+                f"r4090c launch {script} --code {script.parent}/SMALLER_FOLDER   (or list the data in .gitignore)",
+            )
+        files[f"user/{file.relative_to(folder).as_posix()}"] = file.read_bytes()
+    return files
+
+
+def _listed(folder: Path, script: Path) -> Sequence[Path]:
+    """Return the files of `folder` that make up its code, the script always included."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            capture_output=True,
+            timeout=30,
+            check=False,
+        )
+        listed = done.stdout.decode(errors="surrogateescape").split("\0") if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired):
+        listed = None
+    if listed is not None:
+        found = {folder / name for name in listed if name}
+    else:
+        found = set()
+        for file in folder.rglob("*"):
+            inside = file.relative_to(folder).parts
+            if not any(part in SKIPPED_FOLDERS or part.startswith(".") for part in inside[:-1]):
+                found.add(file)
+    return sorted(file for file in found | {script} if file.is_file() and not file.is_symlink())
+
+
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """Return the files as a tar.gz, the same bytes for the same files."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=3) as tar:
+        for name in sorted(files):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(files[name])
+            entry.mode = 0o644
+            tar.addfile(entry, io.BytesIO(files[name]))
+    return packed.getvalue()
+
+
+def sync(fleet: Fleet, nodes: Sequence[str], shared: str, files: Mapping[str, bytes]) -> tuple[Code, Ports]:
+    """Make the tree of `files` present on every node and return it, with two free ports of the lead (`nodes[0]`).
+
+    Raises NodeError when a node does not answer, CouldNotTell when a node sees other content than what was sent.
+    """
+    digest = digest_of(files)
+    tree = str(SharedPaths(PurePosixPath(shared)).code_tree(digest))
+
+    def look(shell: Shell) -> dict[str, object]:
+        value = shell.ask(
+            AGENT, {"do": "prepare", "tree": tree, "ports": 2 if shell.node.name == nodes[0] else 0}, timeout_s=30
+        ).value
+        assert isinstance(value, dict)
+        return value
+
+    seen = _answers(fleet.map(look, nodes))
+    if any(answer["digest"] != digest for answer in seen.values()):
+        writer = fleet.shell(nodes[0])
+        if seen[nodes[0]]["digest"] != digest:
+            parent = str(PurePosixPath(tree).parent)
+            done = writer.run(["mkdir", "-p", "--", parent])
+            if done.rc == 0:
+                done = writer.run(["python3", "-I", "-c", UNPACK, tree], stdin=pack(files), timeout_s=120)
+            if done.rc != 0:
+                last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+                raise CouldNotTell(
+                    nodes[0],
+                    f"cannot write the code to {tree}: {last}",
+                    "a writable shared folder",
+                    f"r4090c preflight --nodes {nodes[0]}",
+                )
+        seen = {**seen, **_answers(fleet.map(look, [name for name in nodes if seen[name]["digest"] != digest]))}
+    for name, answer in seen.items():
+        if answer["digest"] != digest:
+            what = "is not there" if answer["digest"] is None else "has other content"
+            raise CouldNotTell(
+                name,
+                f"the code written by {nodes[0]} to {tree} {what} on {name}",
+                f"{shared} to be the same folder on every node",
+                f"r4090c preflight --nodes {nodes[0]},{name}",
+            )
+    ports = seen[nodes[0]]["ports"]
+    assert isinstance(ports, list)
+    return Code(tree, digest), Ports(master=int(ports[0]), gang=int(ports[1]))
+
+
+def _answers(results: Mapping[str, dict[str, object] | NodeError]) -> dict[str, dict[str, object]]:
+    """Return the answers; raise the first NodeError."""
+    answers: dict[str, dict[str, object]] = {}
+    for name, result in results.items():
+        if isinstance(result, NodeError):
+            raise result
+        answers[name] = result
+    return answers

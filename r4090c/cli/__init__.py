@@ -1,0 +1,125 @@
+"""The command line: a lazy click group. A command's module is imported only when that command runs.
+
+This package's import stays far below 0.4 s (bench/startup.py): no torch, no paramiko, no pydantic, no rich at the top of any
+module reached from here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from r4090c import __version__
+from r4090c.errors import Exit, R4090cError
+
+COMMANDS: dict[str, str] = {
+    "demo": "train on two nodes on this machine, without root or GPU",
+    "facts": "show what is true on every node",
+    "jobs": "list runs and their state",
+    "launch": "train a recipe or your own script on the cluster",
+    "logs": "show the logs of a run",
+    "nightly": "measure scaling efficiency and keep its history",
+    "nodes": "show the cluster, or import a hostfile",
+    "preflight": "say whether the nodes are fit, and if not what mends them",
+    "provision": "make the nodes fit",
+    "schema": "print the JSON Schema of cluster.yaml",
+    "stop": "stop a run on every node",
+}
+"""Command name -> one line of help. Each lives in `r4090c/cli/<name>.py` as `command`."""
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by name and imports one only to run it or to show its own help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the command names, sorted."""
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command called `cmd_name`, importing its module; None when there is none."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = import_module(f"r4090c.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Resolve the command; an unknown name is answered with the nearest one."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            ctx.fail(f"No such command '{args[0]}'.{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--cluster",
+    "cluster_file",
+    metavar="FILE",
+    envvar="R4090C_CLUSTER",
+    help="cluster.yaml to use [default: ./cluster.yaml, then $R4090C_CLUSTER]",
+)
+@click.option("-v", "--verbose", count=True, help="Tell more on stderr; twice for debug.")
+@click.version_option(__version__, prog_name="r4090c")
+@click.pass_context
+def cli(ctx: click.Context, cluster_file: str | None, verbose: int) -> None:
+    r"""Turn a handful of machines with RTX 4090 cards into a training cluster.
+
+    \b
+    Start here:
+      r4090c demo                 see it work on this machine
+      r4090c nodes                what cluster.yaml says
+      r4090c preflight            are the nodes fit?
+      r4090c launch tiny          train
+    """
+    from r4090c.cli.common import configure_logging
+
+    configure_logging(verbose)
+    ctx.obj = cluster_file
+
+
+def main() -> None:
+    """Run the command line and exit with the documented code (see `Exit`)."""
+    try:
+        code = cli(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else Exit.OK)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(Exit.USAGE)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        sys.exit(Exit.INTERRUPTED)
+    except R4090cError as error:
+        click.echo(f"{click.style('error:', fg='red', bold=True)} {error}", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader went away (`r4090c logs … | head`): nothing more to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(Exit.OK)
+    except Exception:  # noqa: BLE001 -- the last resort: any other exception is a bug of ours
+        sys.exit(_report_bug())
+
+
+def _report_bug() -> int:
+    """Write the traceback to a log file, name it on stderr, and return the exit code for a bug."""
+    handle, name = tempfile.mkstemp(prefix="r4090c-bug-", suffix=".log")
+    with os.fdopen(handle, "w") as log:
+        log.write(f"r4090c {__version__}, Python {sys.version}\nargv: {sys.argv}\n\n{traceback.format_exc()}")
+    click.echo(f"bug: {sys.exc_info()[1]!r}\n  This is a fault in r4090c. Please report it with {Path(name)}", err=True)
+    return Exit.BUG

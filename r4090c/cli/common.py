@@ -1,0 +1,125 @@
+"""What several commands share: options, loading the cluster, JSON on stdout, the console on stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from r4090c.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from r4090c.model import Cluster, Node
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def configure_logging(verbose: int) -> None:
+    """Send logs to stderr: warnings by default, info with -v, debug with -vv."""
+    level = {0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG)
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
+    if verbose < 2:
+        logging.getLogger("paramiko").setLevel(logging.CRITICAL)
+
+
+def cluster_option(function: F) -> F:
+    """Add `--cluster FILE`, also accepted before the command's name."""
+    return click.option("--cluster", "cluster_file", metavar="FILE", help="cluster.yaml to use.")(function)
+
+
+def json_option(function: F) -> F:
+    """Add `--json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")(function)
+
+
+def nodes_option(function: F) -> F:
+    """Add `--nodes N|name,name`."""
+    return click.option("--nodes", metavar="N|NAME,…", help="Only the first N nodes, or these (ranges like node[01-04] work).")(
+        function
+    )
+
+
+def find_cluster_file(cluster_file: str | None) -> str:
+    """Return the inventory to read: the option (here or before the command), then ./cluster.yaml, then $R4090C_CLUSTER.
+
+    Raises UsageError when there is none.
+    """
+    context = click.get_current_context(silent=True)
+    from_group = context.find_root().obj if context else None
+    explicit = (
+        context is not None and context.find_root().get_parameter_source("cluster_file") == click.core.ParameterSource.COMMANDLINE
+    )
+    if cluster_file or (explicit and from_group):
+        return str(cluster_file or from_group)
+    if Path("cluster.yaml").exists():
+        return "cluster.yaml"
+    from_environment = os.environ.get("R4090C_CLUSTER")
+    if from_environment:
+        return from_environment
+    raise UsageError(
+        "cluster.yaml",
+        f"not found in {Path.cwd()}, and $R4090C_CLUSTER is not set",
+        "an inventory of your nodes",
+        "r4090c nodes --import HOSTFILE > cluster.yaml   (or: r4090c demo, to see it work without one)",
+    )
+
+
+def load(cluster_file: str | None) -> Cluster:
+    """Read and check the inventory. Raises UsageError with every mistake in it."""
+    from r4090c.inventory import load_cluster
+
+    return load_cluster(Path(find_cluster_file(cluster_file)))
+
+
+def choose_nodes(cluster: Cluster, wanted: str | None) -> tuple[Node, ...]:
+    """Return the nodes `--nodes` asks for: None = all, "2" = the first two, else names with ranges.
+
+    Raises UsageError for a number out of range, an unknown or a repeated name.
+    """
+    from r4090c.inventory import select_nodes
+
+    return select_nodes(cluster, wanted)
+
+
+def to_jsonable(value: object) -> Any:
+    """Return `value` with dataclasses, enums and tuples turned into what json can write."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return to_jsonable(asdict(value))
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): to_jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [to_jsonable(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def print_json(value: object) -> None:
+    """Print `value` as indented JSON on stdout."""
+    click.echo(json.dumps(to_jsonable(value), indent=2, ensure_ascii=False))
+
+
+def out() -> Console:
+    """Return a console on stdout, for data."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def err() -> Console:
+    """Return a console on stderr, for progress and notices."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)

@@ -1,0 +1,310 @@
+"""`r4090c launch`: train a recipe or the user's own script on the cluster, and follow it."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from r4090c.cli.common import choose_nodes, cluster_option, err, json_option, load, nodes_option, out, print_json
+from r4090c.errors import Exit, UsageError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from launch.plan import Plan
+
+
+@click.command("launch", context_settings={"ignore_unknown_options": False})
+@click.argument("target")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@cluster_option
+@nodes_option
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a key of the recipe, e.g. --set steps=20 --set optimizer.lr=1e-3.",
+)
+@click.option(
+    "--nproc-per-node", "nproc", type=click.IntRange(1, 64), help="Ranks on each node [default: its GPUs; 1 without GPUs]."
+)
+@click.option("--env", "env", multiple=True, metavar="NAME=VALUE", help="Set a variable for every rank; wins over everything.")
+@click.option(
+    "--code",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="Folder to sync for your own script [default: its folder].",
+)
+@click.option(
+    "--resume",
+    is_flag=False,
+    flag_value="",
+    metavar="[RUN]",
+    help="Continue from the last complete checkpoint of RUN [default: the recipe's last run].",
+)
+@click.option("--detach", is_flag=True, help="Return once the ranks are started; see `r4090c jobs`.")
+@click.option("--dry-run", is_flag=True, help="Print the exact argv, environment and CPU set of every rank; start nothing.")
+@click.option("--no-gate", is_flag=True, help="Launch although the quick preflight says the nodes are not fit.")
+@json_option
+def command(
+    target: str,
+    args: tuple[str, ...],
+    cluster_file: str | None,
+    nodes: str | None,
+    sets: tuple[str, ...],
+    nproc: int | None,
+    env: tuple[str, ...],
+    code: Path | None,
+    resume: str | None,
+    detach: bool,
+    dry_run: bool,
+    no_gate: bool,
+    as_json: bool,
+) -> int:
+    r"""Train TARGET (a recipe's name, a recipe .yaml, or your own script .py) on the nodes.
+
+    Arguments after -- go to the script.
+
+    \b
+    Examples:
+      r4090c launch tiny
+      r4090c launch tiny --nodes 2 --set steps=100
+      r4090c launch tiny --resume
+      r4090c launch ./my_script.py --nodes node01,node03 -- --epochs 3
+      r4090c launch tiny --dry-run
+    """
+    from launch.run import Wish, dry_plan, start
+    from r4090c.remote import Fleet
+
+    cluster = load(cluster_file)
+    chosen = choose_nodes(cluster, nodes)
+    wish = Wish(target, sets, chosen, nproc, args, _variables(env), code, resume, not no_gate)
+    console = err()
+    began = time.time()
+    with Fleet(cluster.nodes if resume is not None else chosen) as fleet:
+        if dry_run:
+            plan = dry_plan(fleet, cluster, wish)
+            _show_plan(plan, as_json)
+            return Exit.OK
+        supervisor = start(fleet, cluster, wish, lambda text: console.print(f"[dim]{text}[/dim]"))
+        plan = supervisor.plan
+        from r4090c.store import record_run
+
+        record_run(plan.run_id, cluster.name, plan.recipe, supervisor.names, plan.run_dir)
+        console.print(f"run [bold]{plan.run_id}[/bold]  {plan.run_dir}", soft_wrap=True)
+        if detach:
+            if as_json:
+                print_json({"run_id": plan.run_id, "run_dir": plan.run_dir, "nodes": supervisor.names, "state": "running"})
+            else:
+                click.echo(plan.run_id)
+            console.print(f"detached; follow with: r4090c logs {plan.run_id} -f", soft_wrap=True)
+            return Exit.OK
+        return _follow(supervisor, plan, began, as_json)
+
+
+def _follow(supervisor: Any, plan: Plan, began: float, as_json: bool) -> int:
+    from launch.supervise import failure
+
+    console = err()
+    view = _Bar(plan, began) if console.is_terminal and plan.steps else _Plain(plan, began, as_json)
+    try:
+        with view:
+            outcome = supervisor.follow(view)
+    except KeyboardInterrupt:
+        console.print("\ninterrupted: stopping every rank on every node …")
+        left = supervisor.stop(f"{os.environ.get('USER') or 'the user'} (Ctrl-C)")
+        told = f"; still running: {left}" if left else "; nothing is left running"
+        console.print(f"stopped{told}\n  resume: r4090c launch {plan.recipe} --resume {plan.run_id}", soft_wrap=True)
+        return Exit.INTERRUPTED
+    result = {
+        "run_id": plan.run_id,
+        "run_dir": plan.run_dir,
+        "nodes": supervisor.names,
+        "outcome": outcome.outcome,
+        "duration_s": round(time.time() - began, 3),
+        "first_loss": view.first.get("loss"),
+        "last_loss": view.last.get("loss"),
+        "last_step": view.last.get("step"),
+        "tokens_per_s": view.rate(),
+    }
+    if outcome.outcome != "done":
+        if as_json:
+            from dataclasses import asdict
+
+            print_json({**result, "cause": asdict(outcome.cause)})
+        raise failure(outcome, plan.run_id)
+    if as_json:
+        print_json(result)
+    elif view.last:
+        console.print(
+            f"[green]done[/green] in {time.time() - began:.1f} s: {view.last['step']} steps, "
+            f"loss {view.first['loss']:.4f} → {view.last['loss']:.4f}, {view.rate():,.0f} tokens/s on {len(supervisor.names)} nodes",
+            soft_wrap=True,
+        )
+    else:
+        console.print(f"[green]done[/green] in {time.time() - began:.1f} s")
+    return Exit.OK
+
+
+def _variables(env: tuple[str, ...]) -> dict[str, str]:
+    """Return the `--env` variables. Raises UsageError for what is not NAME=VALUE."""
+    found = {}
+    for text in env:
+        name, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(f"--env {name}", "not NAME=VALUE", "a variable like --env NCCL_DEBUG=INFO")
+        found[name] = value
+    return found
+
+
+class _View:
+    """Follows the metrics; knows the first, the last and the median rate."""
+
+    def __init__(self, plan: Plan, began: float) -> None:
+        self.plan, self.began = plan, began
+        self.first: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}
+        self._rates: list[float] = []
+
+    def __enter__(self) -> _View:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def rate(self) -> float | None:
+        """Return the median tokens/s, the first step left out when there are others."""
+        rates = sorted(self._rates[1:] or self._rates)
+        return rates[len(rates) // 2] if rates else None
+
+    def fresh(self, line: Mapping[str, Any]) -> bool:
+        """Take a metrics line; False for one of an earlier attempt."""
+        if not isinstance(line.get("step"), int) or float(line.get("time", 0)) < self.began - 5:
+            return False
+        self.first = self.first or dict(line)
+        self.last = dict(line)
+        self._rates.append(float(line.get("tokens_per_s") or 0.0))
+        return True
+
+    def left_s(self) -> float | None:
+        """Return the estimated seconds to the last step."""
+        rate = self.rate()
+        if not rate or not self.plan.steps or "tokens" not in self.last:
+            return None
+        per_step = float(self.last["tokens"]) / max(1, int(self.last["step"]))
+        return (self.plan.steps - int(self.last["step"])) * per_step / rate
+
+
+class _Plain(_View):
+    """One line a step (or the script's own lines) for logs and pipes; on stderr when stdout carries JSON."""
+
+    def __init__(self, plan: Plan, began: float, to_stderr: bool) -> None:
+        super().__init__(plan, began)
+        self._err = to_stderr
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        if self.fresh(line):
+            left = self.left_s()
+            rest = f"  {left:.0f} s left" if left is not None else ""
+            click.echo(
+                f"step {line['step']}/{self.plan.steps}  loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tokens/s{rest}",
+                err=self._err,
+            )
+
+    def log(self, line: str) -> None:
+        if self.plan.steps is None:
+            click.echo(line, err=self._err)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        if event.get("kind") not in ("started", "finished"):
+            click.echo(f"{event.get('node')}: {event.get('kind')}: {event.get('detail', '')}", err=True)
+
+    def note(self, text: str) -> None:
+        click.echo(text, err=True)
+
+
+class _Bar(_View):
+    """A progress bar with step, loss, tokens/s and time left."""
+
+    def __init__(self, plan: Plan, began: float) -> None:
+        super().__init__(plan, began)
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._bar: Progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[told]}"),
+            TimeElapsedColumn(),
+            console=err(),
+        )
+        self._task: TaskID = self._bar.add_task(plan.recipe, total=plan.steps, told="starting: importing torch and deepspeed")
+
+    def __enter__(self) -> _View:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        if self.fresh(line):
+            left = self.left_s()
+            rest = f"  {left:.0f} s left" if left is not None else ""
+            self._bar.update(
+                self._task, completed=line["step"], told=f"loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tok/s{rest}"
+            )
+
+    def log(self, line: str) -> None:
+        return
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        if event.get("kind") not in ("started", "finished"):
+            self._bar.console.print(f"{event.get('node')}: {event.get('kind')}: {event.get('detail', '')}", soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(text, soft_wrap=True)
+
+
+def _show_plan(plan: Plan, as_json: bool) -> None:
+    from launch.plan import plan_json
+
+    told = plan_json(plan)
+    if as_json:
+        print_json(told)
+        return
+    import shlex
+
+    console = out()
+    console.print(
+        f"run {plan.run_id} in {plan.run_dir}: {plan.world_size} ranks on {len(plan.nodes)} nodes (dry run: nothing was started; ports are examples)"
+    )
+    for node in told["nodes"]:
+        console.print(f"\n[bold]{node['name']}[/bold]  node rank {node['node_rank']}", markup=True)
+        console.print(f"  {shlex.join(node['torchrun'])}", markup=False)
+        for name, var in node["env"].items():
+            console.print(f"  {name}={var['value']}", markup=False, end="")
+            console.print(f"   # {var['reason']}", markup=False, style="dim")
+        for rank in node["ranks"]:
+            cpus = _ranges(rank["cpus"])
+            memory = f", memory of NUMA {rank['memory_node']} preferred" if rank["memory_node"] is not None else ""
+            console.print(f"  rank {rank['rank']}: CPUs {cpus or 'not bound'}{memory}   # {rank['reason']}", markup=False)
+            for name, var in rank["env"].items():
+                console.print(f"    {name}={var['value']}   # {var['reason']}", markup=False)
+
+
+def _ranges(cpus: list[int]) -> str:
+    """Return CPUs in the kernel's list form, "0-3,8"."""
+    parts: list[list[int]] = []
+    for cpu in cpus:
+        if parts and cpu == parts[-1][-1] + 1:
+            parts[-1].append(cpu)
+        else:
+            parts.append([cpu])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

@@ -1,0 +1,56 @@
+"""`r4090c stop`: end a run on every node of it."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from r4090c.cli.common import cluster_option, json_option, load, print_json
+from r4090c.errors import CouldNotTell, Exit
+
+
+@click.command("stop")
+@click.argument("run_id", metavar="RUN")
+@cluster_option
+@json_option
+def command(run_id: str, cluster_file: str | None, as_json: bool) -> int:
+    r"""End RUN on every node: TERM, a grace, KILL. Only processes that RUN started are touched.
+
+    \b
+    Example:
+      r4090c stop tiny-20260131-120000-a1b2
+    """
+    from launch.jobs import find_run
+    from launch.supervise import stop_run
+    from r4090c.remote import Fleet
+
+    cluster = load(cluster_file)
+    with Fleet(cluster.nodes) as fleet:
+        run = find_run(fleet, cluster, run_id)
+        known = [name for name in run.nodes if name in fleet.nodes]
+        result = stop_run(fleet, run.id, known, f"{os.environ.get('USER') or 'the user'} (r4090c stop)")
+    missing = sorted((set(run.nodes) - set(known)) | set(result.unreachable))
+    if as_json:
+        print_json({"run_id": run.id, "was": run.state, "left": result.left, "unreachable": missing})
+    elif not result.left and not missing:
+        click.echo(
+            f"{run.id}: stopped; nothing of it is left running"
+            if run.state == "running"
+            else f"{run.id}: had ended ({run.state}); nothing of it is left running"
+        )
+    if result.left:
+        raise CouldNotTell(
+            run.id,
+            f"processes that would not go: {dict(result.left)}",
+            "none",
+            "ps -o pid,stat,wchan:32,cmd -p PID   (D = waiting for storage)",
+        )
+    if missing:
+        raise CouldNotTell(
+            run.id,
+            f"no answer from {', '.join(missing)}; their agents end by themselves when they lose the others",
+            "every node of the run",
+            f"r4090c preflight --nodes {','.join(missing)}",
+        )
+    return Exit.OK

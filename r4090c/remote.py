@@ -1,0 +1,600 @@
+"""Reach the nodes over SSH: the only module that imports fabric and paramiko.
+
+A `Shell` is one authenticated connection to one node; a `Fleet` keeps one Shell a node and maps a function over them in
+parallel. Host keys are always verified: Fabric's own default (trust whatever key comes) is replaced. Every word that
+reaches a remote shell is quoted here. Whatever goes wrong becomes a `NodeError` with one of the verdicts below.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import functools
+import json
+import os
+import shlex
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import paramiko
+from fabric import Config, Connection
+
+from r4090c.errors import CouldNotTell, UsageError
+from r4090c.model import Node, Ssh
+
+R = TypeVar("R")
+
+BANNER_TIMEOUT_S = 10.0
+"""est.: a loaded sshd answers within seconds; a frozen one never does."""
+AUTH_TIMEOUT_S = 15.0
+"""est.: PAM and LDAP may be slow."""
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 2, 2, 3
+"""Keepalive 2/2/3 with TCP_USER_TIMEOUT notices a cut link in about 4 s (measured in a namespace lab)."""
+TCP_USER_TIMEOUT_MS = 6000
+MAX_COMMAND_BYTES = 120_000
+"""Linux takes 128 KiB for one argument (MAX_ARG_STRLEN), and sshd hands the whole command to the shell as one."""
+
+MARKER = "R4090C-ANSWER "
+_BOOTSTRAP = (
+    "import sys,json,zlib,base64,signal;signal.alarm(int(sys.argv[1]));g={'__name__':'r4090c_node'};"
+    "exec(compile(zlib.decompress(base64.b64decode(sys.argv[2])),'r4090c','exec'),g);"
+    "a=g['main'](json.load(sys.stdin));"
+    f"sys.stdout.write('\\n{MARKER}'+json.dumps(a)+'\\n')"
+)
+"""Runs on the node: the program travels in argv, the request on stdin, and the node ends itself at its own alarm."""
+
+
+class Verdict(str, Enum):
+    """What became of an attempt to reach one node."""
+
+    OK = "ok"
+    DNS = "dns"
+    REFUSED = "refused"
+    TIMEOUT = "timeout"
+    NO_ROUTE = "no-route"
+    BANNER_TIMEOUT = "banner-timeout"
+    HOST_KEY_CHANGED = "host-key-changed"
+    UNKNOWN_HOST_KEY = "unknown-host-key"
+    AUTH_FAILED = "auth-failed"
+    NOISY_SHELL = "noisy-shell"
+    NO_PYTHON3 = "no-python3"
+    LOST = "lost"
+
+
+class NodeError(CouldNotTell):
+    """One node could not be reached or did not answer; `verdict` says how."""
+
+    def __init__(self, node: str, verdict: Verdict, observed: str, expected: str = "", next_command: str = "") -> None:
+        super().__init__(node, observed, expected, next_command)
+        self.node = node
+        self.verdict = verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A finished remote command. `rc` -1: it ended without an exit status (killed by a signal)."""
+
+    rc: int
+    stdout: str
+    stderr: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What `Shell.ask` brought back. Times are the controller's clock; `noise` is what the login shell printed before."""
+
+    value: Any
+    noise: str
+    sent_at_s: float
+    received_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where a connection really goes, after ssh_config: the inventory wins, then ssh_config, then the defaults."""
+
+    hostname: str
+    port: int
+    user: str | None
+    keys: tuple[str, ...]
+    jump: str
+    proxy_command: str
+
+
+# --------------------------------------------------------------------------- what is parsed once, not per connection
+
+
+@functools.lru_cache(maxsize=64)
+def _ssh_config(path: str) -> paramiko.SSHConfig | None:
+    """Return the parsed ssh_config at `path`, None when the path is empty or absent. Raises UsageError when it is malformed."""
+    if not path or not Path(path).exists():
+        return None
+    try:
+        return paramiko.SSHConfig.from_path(path)
+    except (OSError, paramiko.SSHException, UnicodeDecodeError) as error:
+        raise UsageError(path, str(error), "a readable ssh_config", f"ssh -F {shlex.quote(path)} -G any") from error
+
+
+@functools.lru_cache(maxsize=64)
+def _host_keys(path: str, _mtime_ns: int) -> paramiko.HostKeys:
+    """Return the parsed known_hosts file; parsing it again for every connection costs 10 ms each."""
+    return paramiko.HostKeys(path)
+
+
+@functools.lru_cache(maxsize=64)
+def _private_key(path: str) -> paramiko.PKey | None:
+    """Return the private key at `path`; None when it is encrypted (then only an agent can use it)."""
+    try:
+        return paramiko.PKey.from_path(path)
+    except (paramiko.PasswordRequiredException, TypeError):
+        return None  # TypeError is what cryptography raises for "password was not given"
+
+
+@functools.cache
+def _fabric_config() -> Config:
+    """Return the one Fabric configuration: reads no files, since paths and precedence are ours."""
+    config: Config = Config(overrides={"load_ssh_configs": False})
+    return config
+
+
+class _UnknownHostKeyError(paramiko.SSHException):
+    """The server's key is in none of the known_hosts files."""
+
+
+class _Refuse(paramiko.MissingHostKeyPolicy):
+    """Refuse an unknown host key, telling its fingerprint."""
+
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        raise _UnknownHostKeyError(f"{key.get_name()} {key.fingerprint}")
+
+
+def _target(ssh: Ssh) -> _Target:
+    config = _ssh_config(ssh.config)
+    found: Mapping[str, Any] = config.lookup(ssh.address) if config else {}
+    keys = (ssh.key,) if ssh.key else tuple(str(Path(key).expanduser()) for key in found.get("identityfile", ()))
+    return _Target(
+        hostname=str(found.get("hostname", ssh.address)),
+        port=ssh.port if ssh.port != 22 else int(found.get("port", 22)),
+        user=ssh.user or found.get("user"),
+        keys=keys,
+        jump=ssh.jump or ("" if found.get("proxyjump", "none") == "none" else str(found["proxyjump"])),
+        proxy_command="" if found.get("proxycommand", "none") == "none" else str(found["proxycommand"]),
+    )
+
+
+def _known_name(target: _Target) -> str:
+    """Return the name under which known_hosts holds the key: `host`, or `[host]:port` off port 22."""
+    return target.hostname if target.port == 22 else f"[{target.hostname}]:{target.port}"
+
+
+def ssh_command(node: Node) -> str:
+    """Return the `ssh` command line a person would type to reach `node`; for remedies."""
+    target = _target(node.ssh)
+    words = ["ssh"]
+    if node.ssh.config:
+        words += ["-F", node.ssh.config]
+    if target.port != 22:
+        words += ["-p", str(target.port)]
+    for key in target.keys[:1]:
+        words += ["-i", key]
+    if target.jump:
+        words += ["-J", target.jump]
+    words.append(f"{target.user}@{target.hostname}" if target.user else target.hostname)
+    return shlex.join(words)
+
+
+# --------------------------------------------------------------------------- one connection
+
+
+def _tcp_socket(hostname: str, port: int, timeout_s: float) -> socket.socket:
+    """Return a connected socket that notices a cut link within seconds. Raises OSError, socket.gaierror, TimeoutError."""
+    connection = socket.create_connection((hostname, port), timeout=timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
+        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
+        ("TCP_KEEPCNT", KEEPALIVE_COUNT),
+        ("TCP_USER_TIMEOUT", TCP_USER_TIMEOUT_MS),
+    ):
+        if hasattr(socket, option):  # the controller may be a Mac, which lacks some of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return connection
+
+
+def _fabric_connection(ssh: Ssh, target: _Target, gateway: Connection | None) -> Connection:
+    """Return an unopened Fabric connection that verifies host keys against the known_hosts files of `ssh`."""
+    keys = [key for key in (_private_key(path) for path in target.keys if Path(path).is_file()) if key is not None]
+    kwargs: dict[str, Any] = {
+        "banner_timeout": BANNER_TIMEOUT_S,
+        "auth_timeout": AUTH_TIMEOUT_S,
+        "allow_agent": "SSH_AUTH_SOCK" in os.environ,
+        "look_for_keys": not target.keys,
+    }
+    if len(keys) == 1:
+        kwargs["pkey"] = keys[0]
+    elif keys:
+        kwargs["key_filename"] = list(target.keys)
+    connection = Connection(
+        target.hostname,
+        user=target.user,
+        port=target.port,
+        config=_fabric_config(),
+        gateway=gateway,
+        connect_timeout=ssh.connect_timeout_s,
+        connect_kwargs=kwargs,
+    )
+    name = _known_name(target)
+    for path in ssh.known_hosts:
+        file = Path(path)
+        if not file.is_file():
+            continue
+        found = _host_keys(path, file.stat().st_mtime_ns).lookup(name)
+        for key_type, key in (found or {}).items():
+            connection.client.get_host_keys().add(name, key_type, key)
+    connection.client.set_missing_host_key_policy(_Refuse())
+    return connection
+
+
+def _open(node: Node) -> tuple[Connection, Connection | None]:
+    """Open and return (connection to the node, connection to its jump host or None). Raises whatever the stack raises."""
+    target = _target(node.ssh)
+    gateway: Connection | None = None
+    if target.jump:
+        user, _, rest = target.jump.rpartition("@")
+        host, _, port = rest.partition(":")
+        jump = Ssh(
+            address=host,
+            port=int(port or 22),
+            user=user,
+            key=node.ssh.key,
+            config=node.ssh.config,
+            known_hosts=node.ssh.known_hosts,
+        )
+        jump_target = _target(jump)
+        gateway = _fabric_connection(jump, jump_target, None)
+        gateway.connect_kwargs["sock"] = _tcp_socket(jump_target.hostname, jump_target.port, node.ssh.connect_timeout_s)
+        gateway.open()
+    connection = _fabric_connection(node.ssh, target, gateway)
+    if gateway is None:
+        connection.connect_kwargs["sock"] = (
+            paramiko.ProxyCommand(target.proxy_command)
+            if target.proxy_command
+            else _tcp_socket(target.hostname, target.port, node.ssh.connect_timeout_s)
+        )
+    try:
+        connection.open()
+    except BaseException:
+        if gateway is not None:
+            gateway.close()
+        raise
+    return connection, gateway
+
+
+def _verdict(node: Node, error: BaseException) -> NodeError:
+    """Return the NodeError for what connecting to `node` raised; the order matters, the classes overlap."""
+    target = _target(node.ssh)
+    where = f"{target.hostname}:{target.port}"
+    try_it = ssh_command(node)
+
+    def verdict(kind: Verdict, observed: str, expected: str, next_command: str = try_it) -> NodeError:
+        return NodeError(node.name, kind, observed, expected, next_command)
+
+    if isinstance(error, socket.gaierror):
+        return verdict(
+            Verdict.DNS,
+            f"the name {target.hostname!r} does not resolve here",
+            "an address or a known name",
+            f"getent hosts {shlex.quote(target.hostname)}",
+        )
+    if isinstance(error, paramiko.BadHostKeyException):
+        observed = f"the host key of {where} changed: now {error.key.get_name()} {error.key.fingerprint}"
+        return verdict(
+            Verdict.HOST_KEY_CHANGED,
+            observed,
+            "the key in known_hosts; if the node was really reinstalled, drop the old key",
+            f"ssh-keygen -R {shlex.quote(_known_name(target))}",
+        )
+    if isinstance(error, _UnknownHostKeyError):
+        return verdict(
+            Verdict.UNKNOWN_HOST_KEY,
+            f"the host key of {where} is not known: {error}",
+            "a key listed in known_hosts",
+            f"r4090c provision ssh-trust --nodes {node.name}",
+        )
+    if isinstance(error, paramiko.AuthenticationException):
+        encrypted = [key for key in target.keys if Path(key).is_file() and _private_key(key) is None]
+        observed = f"login as {target.user or 'the current user'} refused by {where}"
+        if encrypted:
+            observed += f"; the key {encrypted[0]} is encrypted and no agent offers it"
+        return verdict(
+            Verdict.AUTH_FAILED, observed, "a key in the node's authorized_keys", f"ssh-copy-id {try_it.removeprefix('ssh ')}"
+        )
+    if isinstance(error, paramiko.SSHException) and "banner" in str(error).lower():
+        return verdict(
+            Verdict.BANNER_TIMEOUT,
+            f"{where} took the connection but sent no SSH banner",
+            "an sshd that answers; is it frozen or out of memory?",
+        )
+    if isinstance(error, (TimeoutError, socket.timeout)):
+        return verdict(
+            Verdict.TIMEOUT,
+            f"no answer from {where} in {node.ssh.connect_timeout_s:g} s",
+            "a node that is up and a path that is not filtered",
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return verdict(Verdict.REFUSED, f"{where} refused the connection", "an sshd listening there")
+    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return verdict(
+            Verdict.NO_ROUTE,
+            f"no route to {where}: {error.strerror}",
+            "a route to the node",
+            f"ip route get {shlex.quote(target.hostname)}",
+        )
+    return verdict(Verdict.LOST, f"the connection to {where} failed: {error or type(error).__name__}", "a working SSH connection")
+
+
+class Stream:
+    """A running remote command whose standard output is read line by line while it runs."""
+
+    def __init__(self, channel: paramiko.Channel) -> None:
+        self._channel = channel
+
+    def set_timeout(self, silent_s: float) -> None:
+        """End `lines` when nothing has come for `silent_s`."""
+        self._channel.settimeout(silent_s)
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines until the command ends, the connection is lost or silent; a last line without newline counts."""
+        buffer = b""
+        while True:
+            try:
+                chunk = self._channel.recv(65_536)
+            except OSError:
+                chunk = b""
+            if not chunk:
+                break
+            *whole, buffer = (buffer + chunk).split(b"\n")
+            for line in whole:
+                yield line.decode(errors="replace")
+        if buffer:
+            yield buffer.decode(errors="replace")
+
+    @property
+    def rc(self) -> int | None:
+        """Exit status once the command ended by itself; None while it runs and when the connection was lost."""
+        return self._channel.recv_exit_status() if self._channel.exit_status_ready() and self._channel.exit_status >= 0 else None
+
+    def close(self) -> None:
+        """Stop reading; the remote side sees its standard streams close."""
+        self._channel.close()
+
+
+class Shell:
+    """One connection to one node, opened by the constructor. Raises NodeError with its verdict."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        started = time.monotonic()
+        try:
+            self._connection, self._gateway = _open(node)
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            raise _verdict(node, error) from error
+        self.connect_s = time.monotonic() - started
+
+    @property
+    def alive(self) -> bool:
+        """True while the transport believes in the connection."""
+        return bool(self._connection.is_connected)
+
+    def close(self) -> None:
+        """Close the connection and its jump host."""
+        with contextlib.suppress(OSError, EOFError):
+            self._connection.close()
+        if self._gateway is not None:
+            with contextlib.suppress(OSError, EOFError):
+                self._gateway.close()
+
+    def _lost(self, error: BaseException | str) -> NodeError:
+        return NodeError(
+            self.node.name, Verdict.LOST, f"the connection broke: {error or 'closed by the node'}", "", ssh_command(self.node)
+        )
+
+    def _exec(self, argv: Sequence[str], env: Mapping[str, str] | None) -> paramiko.Channel:
+        """Start `argv` on the node; every word is quoted."""
+        words = [*(["env", *(f"{key}={value}" for key, value in env.items())] if env else []), *argv]
+        command = shlex.join(words)
+        if len(command) > MAX_COMMAND_BYTES:
+            raise UsageError(
+                self.node.name,
+                f"a command of {len(command)} bytes",
+                f"at most {MAX_COMMAND_BYTES} bytes; send long data on stdin",
+            )
+        try:
+            channel: paramiko.Channel = self._connection.transport.open_session(timeout=AUTH_TIMEOUT_S)
+            channel.exec_command(command)
+        except (OSError, EOFError, AttributeError, paramiko.SSHException) as error:
+            raise self._lost(error) from error
+        return channel
+
+    def run(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 30.0, env: Mapping[str, str] | None = None
+    ) -> Completed:
+        """Run `argv` and return what it printed.
+
+        After `timeout_s` NodeError is raised, and the remote process is NOT ended by that: what runs on a node owns its own
+        timeout. Output is decoded as UTF-8 with replacement.
+        """
+        started = time.monotonic()
+        channel = self._exec(argv, env)
+        deadline = started + timeout_s
+        errors: list[bytes] = []
+        drain = threading.Thread(target=lambda: errors.extend(_received(channel.recv_stderr, deadline, channel)), daemon=True)
+        drain.start()
+        try:
+            if stdin:
+                channel.settimeout(timeout_s)
+                channel.sendall(stdin)
+            channel.shutdown_write()
+            output = b"".join(_received(channel.recv, deadline, channel))
+            drain.join(max(0.0, deadline - time.monotonic()))
+            channel.status_event.wait(max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            observed = f"no answer to {argv[0]!r} within {timeout_s:g} s"
+            raise NodeError(self.node.name, Verdict.TIMEOUT, observed, "", ssh_command(self.node)) from error
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            raise self._lost(error) from error
+        finally:
+            channel.close()
+        if channel.exit_status == -1 and not self.alive:
+            raise self._lost("")
+        text = b"".join(errors).decode(errors="replace")
+        return Completed(channel.exit_status, output.decode(errors="replace"), text, time.monotonic() - started)
+
+    def ask(self, source: str, request: object, *, timeout_s: float = 30.0, python: str = "python3") -> Answer:
+        """Run `source` (Python >= 3.8, standard library, defines `main(request)`) on the node; return main's JSON answer.
+
+        The node's process ends itself after `timeout_s`. Raises NodeError: no python3, no whole answer, lost connection.
+        """
+        packed = base64.b64encode(zlib.compress(source.encode(), 9)).decode()
+        argv = [python, "-I", "-S", "-c", _BOOTSTRAP, str(max(1, int(timeout_s))), packed]
+        sent = time.time()
+        done = self.run(argv, stdin=json.dumps(request).encode(), timeout_s=timeout_s + 2.0)
+        received = time.time()
+        noise, marker, rest = done.stdout.partition("\n" + MARKER)
+        if marker:
+            with contextlib.suppress(ValueError):
+                return Answer(json.loads(rest), noise, sent, received)
+        if done.rc == 127 or (done.rc == 126 and "python" in done.stderr):
+            remedy = f"{ssh_command(self.node)} sudo apt install -y python3"
+            raise NodeError(
+                self.node.name,
+                Verdict.NO_PYTHON3,
+                f"{python} does not run: {done.stderr.strip()[-200:]}",
+                "Python >= 3.8",
+                remedy,
+            )
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.rc}"])[-1]
+        raise NodeError(
+            self.node.name,
+            Verdict.LOST,
+            f"no whole answer (rc {done.rc}): {last[-300:]}",
+            "one JSON answer",
+            ssh_command(self.node),
+        )
+
+    def stream(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> Stream:
+        """Start `argv` and return a Stream over its output. Raises NodeError when it cannot be started."""
+        return Stream(self._exec(argv, env))
+
+    def put(self, path: str, data: bytes, *, mode: int = 0o644, timeout_s: float = 120.0) -> None:
+        """Write `data` to `path` on the node: aside first, then renamed; parent folders are made. Raises NodeError."""
+        script = (
+            "import os,sys;p=sys.argv[1];os.makedirs(os.path.dirname(p),exist_ok=True);t=p+'.tmp%d'%os.getpid();"
+            "f=os.fdopen(os.open(t,os.O_WRONLY|os.O_CREAT|os.O_TRUNC,int(sys.argv[2],8)),'wb');"
+            "f.write(sys.stdin.buffer.read());f.flush();os.fsync(f.fileno());f.close();os.replace(t,p)"
+        )
+        done = self.run(["python3", "-I", "-S", "-c", script, path, oct(mode)], stdin=data, timeout_s=timeout_s)
+        if done.rc != 0:
+            last = (done.stderr.strip().splitlines() or [f"exit status {done.rc}"])[-1]
+            raise NodeError(
+                self.node.name,
+                Verdict.LOST,
+                f"cannot write {path}: {last}",
+                "a writable folder with space",
+                f"{ssh_command(self.node)} df -h",
+            )
+
+
+def _received(receive: Callable[[int], bytes], deadline: float, channel: paramiko.Channel) -> Iterator[bytes]:
+    """Yield chunks until end of file. Raises TimeoutError at `deadline` (monotonic seconds)."""
+    while True:
+        channel.settimeout(max(0.001, deadline - time.monotonic()))
+        chunk = receive(1 << 18)
+        if not chunk:
+            return
+        yield chunk
+
+
+# --------------------------------------------------------------------------- all connections
+
+
+class Fleet:
+    """One Shell a node, opened when first needed and reused; a context manager that closes them all."""
+
+    def __init__(self, nodes: Sequence[Node], pool: int = 32) -> None:
+        self.nodes = {node.name: node for node in nodes}
+        self._pool = pool
+        self._shells: dict[str, Shell] = {}
+        self._locks = {node.name: threading.Lock() for node in nodes}
+        self._closed = False
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def shell(self, name: str) -> Shell:
+        """Return the node's live connection, opening or reopening it. Raises NodeError."""
+        with self._locks[name]:
+            shell = self._shells.get(name)
+            if shell is None or not shell.alive:
+                if shell is not None:
+                    shell.close()
+                self._shells.pop(name, None)
+                if self._closed:
+                    raise NodeError(name, Verdict.LOST, "the fleet is closed")
+                shell = self._shells[name] = Shell(self.nodes[name])
+            return shell
+
+    def map(self, function: Callable[[Shell], R], nodes: Iterable[str] | None = None) -> dict[str, R | NodeError]:
+        """Return `function(shell)` or the NodeError for each node, all in parallel (at most `pool` at once).
+
+        The order is the inventory's. Any other exception of `function` is raised. On Ctrl-C all connections are closed,
+        which ends the waiting threads.
+        """
+        names = list(self.nodes) if nodes is None else list(nodes)
+
+        def one(name: str) -> R | NodeError:
+            try:
+                return function(self.shell(name))
+            except NodeError as error:
+                return error
+
+        if len(names) == 1:
+            return {names[0]: one(names[0])}
+        executor = ThreadPoolExecutor(max_workers=max(1, min(self._pool, len(names))))
+        try:
+            futures = {name: executor.submit(one, name) for name in names}
+            pending = set(futures.values())
+            while pending:
+                _, pending = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
+            return {name: future.result() for name, future in futures.items()}
+        except KeyboardInterrupt:
+            self.close()
+            raise
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def drop(self, name: str) -> None:
+        """Forget the node's connection, so that the next use opens a new one."""
+        shell = self._shells.pop(name, None)
+        if shell is not None:
+            shell.close()
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._closed = True
+        for shell in list(self._shells.values()):
+            shell.close()

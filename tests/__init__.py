@@ -1,0 +1,1 @@
+"""Tests: golden cases, properties, and real parts in a lab of network namespaces."""
