@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+PIPE_WIDTH = 200
+"""Columns of a table that is not shown on a terminal."""
+
 
 def configure_logging(verbose: int) -> None:
     """Send logs to stderr: warnings by default, info with -v, debug with -vv."""
@@ -115,7 +118,8 @@ def out() -> Console:
     """Return a console on stdout, for data."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    # A pipe has no width: a table there must not be folded to 80 columns.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def err() -> Console:

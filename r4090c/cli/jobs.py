@@ -38,7 +38,7 @@ def command(cluster_file: str | None, everything: bool, as_json: bool) -> int:
     colours = {"running": "cyan", "done": "green", "failed": "red", "stopped": "yellow", "lost": "red"}
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("run", "state", "recipe", "nodes", "step", "started", "why"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name in ("run", "state", "step", "started"))
     for run in runs:
         step = f"{run.step or 0}/{run.steps}" if run.steps else ""
         attempt = f" #{run.attempt}" if run.attempt > 1 else ""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from launch.plan import Plan
+    from launch.supervise import Supervisor
 
 
 @click.command("launch", context_settings={"ignore_unknown_options": False})
@@ -105,14 +106,22 @@ def command(
                 click.echo(plan.run_id)
             console.print(f"detached; follow with: r4090c logs {plan.run_id} -f", soft_wrap=True)
             return Exit.OK
-        return _follow(supervisor, plan, began, as_json)
+        result, ended = follow_attempt(supervisor, began, as_json)
+        if as_json:
+            print_json(result)
+        return ended
 
 
-def _follow(supervisor: Any, plan: Plan, began: float, as_json: bool) -> int:
+def follow_attempt(supervisor: Supervisor, began: float, quiet: bool = False) -> tuple[dict[str, Any], int]:
+    """Follow a started attempt to its end, showing progress; return (what came of it, exit code).
+
+    `quiet`: stdout is kept free. Ctrl-C stops every rank on every node and gives exit code 130. Raises TrainingFailed.
+    """
     from launch.supervise import failure
 
+    plan = supervisor.plan
     console = err()
-    view = _Bar(plan, began) if console.is_terminal and plan.steps else _Plain(plan, began, as_json)
+    view = _Bar(plan, began) if console.is_terminal and plan.steps else _Plain(plan, began, quiet)
     try:
         with view:
             outcome = supervisor.follow(view)
@@ -120,8 +129,11 @@ def _follow(supervisor: Any, plan: Plan, began: float, as_json: bool) -> int:
         console.print("\ninterrupted: stopping every rank on every node …")
         left = supervisor.stop(f"{os.environ.get('USER') or 'the user'} (Ctrl-C)")
         told = f"; still running: {left}" if left else "; nothing is left running"
-        console.print(f"stopped{told}\n  resume: r4090c launch {plan.recipe} --resume {plan.run_id}", soft_wrap=True)
-        return Exit.INTERRUPTED
+        resume = f"\n  resume: r4090c launch {plan.recipe} --resume {plan.run_id}" if plan.steps else ""
+        console.print(f"stopped{told}{resume}", soft_wrap=True)
+        return {"run_id": plan.run_id, "run_dir": plan.run_dir, "outcome": "stopped"}, Exit.INTERRUPTED
+    if outcome.outcome != "done":
+        raise failure(outcome, plan.run_id)
     result = {
         "run_id": plan.run_id,
         "run_dir": plan.run_dir,
@@ -133,23 +145,15 @@ def _follow(supervisor: Any, plan: Plan, began: float, as_json: bool) -> int:
         "last_step": view.last.get("step"),
         "tokens_per_s": view.rate(),
     }
-    if outcome.outcome != "done":
-        if as_json:
-            from dataclasses import asdict
-
-            print_json({**result, "cause": asdict(outcome.cause)})
-        raise failure(outcome, plan.run_id)
-    if as_json:
-        print_json(result)
-    elif view.last:
+    if view.last:
         console.print(
-            f"[green]done[/green] in {time.time() - began:.1f} s: {view.last['step']} steps, "
-            f"loss {view.first['loss']:.4f} → {view.last['loss']:.4f}, {view.rate():,.0f} tokens/s on {len(supervisor.names)} nodes",
+            f"[green]done[/green] in {time.time() - began:.1f} s: {view.last['step']} steps, loss {view.first['loss']:.4f} → "
+            f"{view.last['loss']:.4f}, {view.rate():,.0f} tokens/s on {len(supervisor.names)} nodes",
             soft_wrap=True,
         )
     else:
         console.print(f"[green]done[/green] in {time.time() - began:.1f} s")
-    return Exit.OK
+    return result, Exit.OK
 
 
 def _variables(env: tuple[str, ...]) -> dict[str, str]:
@@ -283,7 +287,9 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
 
     console = out()
     console.print(
-        f"run {plan.run_id} in {plan.run_dir}: {plan.world_size} ranks on {len(plan.nodes)} nodes (dry run: nothing was started; ports are examples)"
+        f"run {plan.run_id} in {plan.run_dir}: {plan.world_size} ranks on {len(plan.nodes)} nodes "
+        "(dry run: nothing was started; ports are examples)",
+        soft_wrap=True,
     )
     for node in told["nodes"]:
         console.print(f"\n[bold]{node['name']}[/bold]  node rank {node['node_rank']}", markup=True)

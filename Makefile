@@ -1,0 +1,48 @@
+# make demo    set up everything and train on two nodes on this machine
+# make test    set up everything and run the tests
+# make setup   prepare .venv only
+# make lint    ruff, mypy, import-linter
+# make bench   the benchmarks (needs root; minutes)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# A missing .pyc makes each rank's imports three times as slow, and some machines ask Python not to write them.
+unexport PYTHONDONTWRITEBYTECODE
+unexport PYTHONPATH
+
+.PHONY: demo test test-fast setup lint bench clean
+
+demo: setup
+	@.ci/system-packages sshd:openssh-server ssh:openssh-client
+	@$(BIN)/r4090c demo
+
+test: setup
+	@.ci/system-packages sshd:openssh-server ssh:openssh-client ip:iproute2 git:git
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-fast: setup
+	@$(BIN)/python -m pytest -m "not slow and not train and not lab" $(ARGS)
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt .ci/venv
+	@.ci/venv $(PYTHON) $(VENV)
+	@touch $@
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: setup
+	@.ci/system-packages sshd:openssh-server ssh:openssh-client ip:iproute2
+	@$(BIN)/python -m bench.startup
+	@$(BIN)/python -m bench.fanout
+	@$(BIN)/python -m bench.launch
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
