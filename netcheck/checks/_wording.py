@@ -1,0 +1,54 @@
+"""How findings speak: where a threshold came from, and the command line that runs a remedy on a node.
+
+Pure. The ssh line is built from the inventory alone, so that a bundle can be judged far away from the cluster.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+from r4090c.model import Cluster, Node
+
+
+def origin(cluster: Cluster, threshold: str) -> str:
+    """Return " (cluster.yaml)" when the inventory overrode this field of Expect, else nothing."""
+    source = cluster.expect_origin.get(threshold, "")
+    return f" ({source}: expect.{threshold})" if source else ""
+
+
+def on(node: Node, command: str) -> str:
+    """Return the line to type here that runs `command` on `node` over ssh.
+
+    A key and a configuration in the default place (~/.ssh/) are left out: ssh finds them by itself.
+    """
+    ssh = node.ssh
+    words = ["ssh"]
+    if ssh.config and not ssh.config.endswith("/.ssh/config"):
+        words += ["-F", ssh.config]
+    if ssh.port != 22:
+        words += ["-p", str(ssh.port)]
+    if ssh.key and "/.ssh/id_" not in ssh.key:
+        words += ["-i", ssh.key]
+    if ssh.jump:
+        words += ["-J", ssh.jump]
+    words.append(f"{ssh.user}@{ssh.address}" if ssh.user else ssh.address)
+    return f"{shlex.join(words)} {shlex.quote(command)}"
+
+
+def as_root(node: Node, *commands: str) -> str:
+    """Return `on(node, …)` for the commands one after the other, each with sudo in front unless the login is root's."""
+    return on(node, " && ".join(command if node.ssh.user == "root" else f"sudo {command}" for command in commands))
+
+
+def size(gib: float) -> str:
+    """Return a size with three digits, in MiB below one GiB."""
+    return f"{gib:.3g} GiB" if gib >= 1 else f"{gib * 1024:.3g} MiB"
+
+
+def listed(words: Iterable[str], at_most: int = 4) -> str:
+    """Return the words joined by commas; what exceeds `at_most` is counted, so that a line stays a line."""
+    words = list(words)
+    if len(words) <= at_most:
+        return ", ".join(words)
+    return ", ".join(words[:at_most]) + f" and {len(words) - at_most} more"

@@ -1,0 +1,61 @@
+"""Whether all nodes run the same NVIDIA driver, new enough for this card."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from netcheck.checks._majority import majority, others
+from netcheck.checks._wording import as_root
+from r4090c.model import Cluster, Finding, Gpu, Node, Status
+
+ID, GROUP, SCOPE, NEEDS = "gpu-driver", "gpu", "cluster", ("gpus",)
+ABSENT = Status.UNKNOWN
+
+DRIVER_MIN = (550, 40, 7)
+"""accelerate (PR 2195) turns P2P and InfiniBand off by itself on RTX 40 cards below this driver."""
+
+
+def applies(node: Node, cluster: Cluster) -> bool:
+    """A node with `gpus: 0` has no driver to judge."""
+    return node.gpus > 0
+
+
+def check(gpus: Mapping[str, tuple[Gpu, ...]], cluster: Cluster) -> Iterator[Finding]:
+    """Yield one Finding per fault of a node's driver, else one pass per node."""
+    drivers = {name: next((gpu.driver for gpu in cards if gpu.driver), "") for name, cards in gpus.items() if cards}
+    told = {name: driver for name, driver in drivers.items() if driver}  # a node whose cards are all lost has no vote
+    agreed = majority(told)
+    for name, driver in drivers.items():
+        node, faults = cluster.node(name), 0
+        version = _version(driver)
+        if version is None:
+            faults += 1
+            remedy = f"r4090c facts --nodes {name}"
+            yield Finding(ID, name, Status.UNKNOWN, f"not understood: driver {driver!r}", "a version like 550.54.14", "", remedy)
+        if name in agreed.odd:
+            faults += 1
+            right = (
+                f"{agreed.value}, as on most nodes" if agreed.value else f"one driver on all; {others(told, name)} (no majority)"
+            )
+            branch = (agreed.value or max(told.values(), key=lambda text: _version(text) or ())).split(".")[0]
+            why = "CUDA and NCCL choose their paths by driver: nodes that differ hang or run at different speeds"
+            yield Finding(
+                ID, name, Status.FAIL, f"driver {driver}", right, why, as_root(node, f"apt-get install -y nvidia-driver-{branch}")
+            )
+        settled = name in agreed.odd and (_version(agreed.value or "") or ()) >= DRIVER_MIN  # the others' driver mends both
+        if version is not None and version < DRIVER_MIN and not settled:
+            faults += 1
+            why = (
+                "accelerate refuses or disables P2P and InfiniBand below it on RTX 40 cards; early 525 drivers lost data over P2P"
+            )
+            expected = "at least 550.40.07"
+            yield Finding(
+                ID, name, Status.WARN, f"driver {driver}", expected, why, as_root(node, "apt-get install -y nvidia-driver-570")
+            )
+        if not faults:
+            yield Finding(ID, name, Status.PASS, f"driver {driver}", "one driver on all nodes, at least 550.40.07")
+
+
+def _version(text: str) -> tuple[int, ...] | None:
+    return tuple(map(int, text.split("."))) if re.fullmatch(r"\d+(\.\d+)+", text) else None

@@ -1,0 +1,52 @@
+"""Whether all GPUs of the cluster are the same model with the same memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from netcheck.checks._wording import on
+from r4090c.model import Cluster, Finding, Gpu, Node, Status
+
+ID, GROUP, SCOPE, NEEDS = "gpu-uniform", "gpu", "cluster", ("gpus",)
+ABSENT = Status.UNKNOWN
+
+
+def applies(node: Node, cluster: Cluster) -> bool:
+    """A node with `gpus: 0` has no GPU to compare."""
+    return node.gpus > 0
+
+
+def check(gpus: Mapping[str, tuple[Gpu, ...]], cluster: Cluster) -> Iterator[Finding]:
+    """Yield one Finding per odd GPU (subject node/gpuN), else one pass per node. Most cards decide, not most nodes."""
+    models = Counter(
+        (gpu.name, gpu.memory_total_mib) for cards in gpus.values() for gpu in cards if gpu.memory_total_mib is not None
+    )
+    common, count = models.most_common(1)[0] if models else (None, 0)
+    clear = count * 2 > sum(models.values())
+    for name, cards in gpus.items():
+        if not cards:
+            continue  # gpu-count says it
+        unread = [gpu for gpu in cards if gpu.memory_total_mib is None and not gpu.faults]  # gpu-faults names the broken ones
+        odd = [
+            gpu for gpu in cards if gpu.memory_total_mib is not None and (not clear or (gpu.name, gpu.memory_total_mib) != common)
+        ]
+        for gpu in odd:
+            expected = (
+                f"{common[0]} {common[1]} MiB, as most cards"
+                if clear and common
+                else f"one model: {_listed(models)} (no majority)"
+            )
+            why = "all ranks take the same share: the smallest card runs out of memory, the slowest sets the pace"
+            remedy = on(cluster.node(name), "nvidia-smi -L")
+            observed = f"{gpu.name} {gpu.memory_total_mib} MiB"
+            yield Finding(ID, f"{name}/gpu{gpu.index}", Status.FAIL, observed, expected, why, remedy)
+        for gpu in unread:
+            remedy = on(cluster.node(name), f"nvidia-smi -i {gpu.index}")
+            yield Finding(ID, f"{name}/gpu{gpu.index}", Status.UNKNOWN, f"not read: the memory of {gpu.name}", "", "", remedy)
+        if not odd and not unread:
+            yield Finding(ID, name, Status.PASS, f"{len(cards)} × {cards[0].name}", "one model, one memory size")
+
+
+def _listed(models: Counter[tuple[str, int]]) -> str:
+    return ", ".join(f"{count} × {name} {mib} MiB" for (name, mib), count in models.most_common())

@@ -1,0 +1,48 @@
+"""Whether the resource limits of a non-interactive shell are wide enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from netcheck.checks._wording import on, origin, size
+from r4090c.model import Cluster, Finding, LimitsFact, Node, Status
+
+ID, GROUP, NEEDS = "limits", "os", ("limits",)
+
+GIB = 1024**3
+RDMA = ("roce", "infiniband")
+
+
+def check(node: Node, limits: LimitsFact, cluster: Cluster) -> Iterator[Finding]:
+    """Yield one Finding per limit that is too low, else one pass. memlock counts with RDMA only."""
+    expect, faults = cluster.expect, 0
+    if limits.nofile is not None and limits.nofile < expect.nofile_min:
+        faults += 1
+        yield Finding(
+            ID,
+            node.name,
+            Status.WARN,
+            f"nofile {limits.nofile}",
+            f"at least {expect.nofile_min}{origin(cluster, 'nofile_min')}",
+            "NCCL opens descriptors per connection and channel, data workers many more",
+            _raised(node, "nofile", "1048576"),
+        )
+    if cluster.network.kind in RDMA and limits.memlock_bytes is not None and limits.memlock_bytes < expect.memlock_min_gib * GIB:
+        faults += 1
+        yield Finding(
+            ID,
+            node.name,
+            Status.FAIL,
+            f"memlock {size(limits.memlock_bytes / GIB)}",
+            f"unlimited, or at least {expect.memlock_min_gib:g} GiB{origin(cluster, 'memlock_min_gib')}",
+            "RDMA pins its buffers: ibv_reg_mr fails with 'Cannot allocate memory' beyond the limit",
+            _raised(node, "memlock", "unlimited"),
+        )
+    if not faults:
+        yield Finding(ID, node.name, Status.PASS, f"nofile {limits.nofile or 'unlimited'}", "limits of a non-interactive shell")
+
+
+def _raised(node: Node, limit: str, value: str) -> str:
+    """Return the command that raises a limit for every later login (pam_limits)."""
+    sudo = "" if node.ssh.user == "root" else "sudo "
+    return on(node, f'echo "* - {limit} {value}" | {sudo}tee /etc/security/limits.d/90-r4090c-{limit}.conf')

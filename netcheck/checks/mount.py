@@ -1,0 +1,137 @@
+"""Whether the shared folder is there, and is the mount that cluster.yaml states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+
+from netcheck.checks._majority import majority, others
+from netcheck.checks._network import is_address
+from netcheck.checks._wording import as_root
+from r4090c.model import Cluster, DiskFact, Finding, Mount, Node, Status
+
+ID, GROUP, SCOPE, NEEDS = "mount", "storage", "cluster", ("mounts", "disks")
+
+NFS_TYPES = {"nfs4": ("nfs4",), "nfs": ("nfs", "nfs4")}
+"""storage.kind -> file system types of /proc/mounts that satisfy it."""
+IO_SIZE_MIN = 1_048_576
+"""1 MiB, the largest rsize/wsize of the Linux client: what it takes by itself unless a mount option or the server asks less."""
+NCONNECT_FROM_GBIT_S = 25
+"""est.: from this rate on one TCP connection, the default without nconnect, no longer fills the wire."""
+
+
+def check(
+    mounts: Mapping[str, tuple[Mount, ...]], disks: Mapping[str, tuple[DiskFact, ...]], cluster: Cluster
+) -> Iterator[Finding]:
+    """Yield one Finding per fault of the shared folder of a node, else one pass."""
+    holding = {name: holding_mount(cluster.node(name).paths.shared, table) for name, table in mounts.items()}
+    nfs = {name: mount for name, mount in holding.items() if mount is not None and mount.fstype in ("nfs", "nfs4")}
+    sources = {name: mount.source for name, mount in nfs.items()}
+    for name in mounts:
+        node, mount = cluster.node(name), holding[name]
+        faults = list(_folder_faults(node, disks[name]))
+        if not faults and cluster.storage.kind in NFS_TYPES and not _is_server(node, cluster):
+            faults = list(_nfs_faults(node, mount, sources, cluster))
+        if faults:
+            yield from faults
+        else:
+            told = f"{mount.fstype} {mount.source}" if mount is not None else "present"
+            yield Finding(ID, name, Status.PASS, f"{node.paths.shared}: {told}", f"the shared folder ({cluster.storage.kind})")
+
+
+def holding_mount(path: str, mounts: tuple[Mount, ...]) -> Mount | None:
+    """Return the mount that holds `path`: the longest target above it, the last one mounted when there are several."""
+    best: Mount | None = None
+    for mount in mounts:
+        if PurePosixPath(path).is_relative_to(mount.target) and (best is None or len(mount.target) >= len(best.target)):
+            best = mount
+    return best
+
+
+def _folder_faults(node: Node, disks: tuple[DiskFact, ...]) -> Iterator[Finding]:
+    path = node.paths.shared
+    disk = next((disk for disk in disks if disk.path == path), None)
+    if disk is None:
+        yield Finding(
+            ID, node.name, Status.UNKNOWN, f"not read: {path}", "the shared folder", "", f"r4090c facts --nodes {node.name}"
+        )
+    elif disk.error is not None:
+        why = "a mount that does not answer freezes every process that touches it"
+        remedy = as_root(node, f"umount -f -l {path}", f"mount {path}")
+        yield Finding(ID, node.name, Status.FAIL, f"{path} does not answer: {disk.error}", "an answer in seconds", why, remedy)
+    elif not disk.exists:
+        why = "code, data, runs and checkpoints live there"
+        yield Finding(
+            ID, node.name, Status.FAIL, f"{path} does not exist", "the shared folder", why, as_root(node, f"mkdir -p {path}")
+        )
+
+
+def _nfs_faults(node: Node, mount: Mount | None, sources: Mapping[str, str], cluster: Cluster) -> Iterator[Finding]:
+    storage, path = cluster.storage, node.paths.shared
+    agreed = majority(sources)
+    wanted = storage.source or agreed.value or next(iter(sources.values()), "NAS:/EXPORT")
+    command = f"mount -t nfs4 -o hard,vers=4.2,nconnect=8 {wanted} {storage.mount or path}"
+    if mount is None or mount.fstype not in ("nfs", "nfs4"):
+        lies_on = f"{mount.fstype} {mount.source} ({mount.target})" if mount is not None else "nothing that is mounted"
+        why = "the node writes to its own disk: the others will not see its checkpoints, and the disk fills up"
+        yield Finding(
+            ID,
+            node.name,
+            Status.FAIL,
+            f"{path} lies on {lies_on}",
+            f"a mount of type {storage.kind}",
+            why,
+            as_root(node, command),
+        )
+        return
+    again = as_root(node, f"umount {mount.target}", command)
+    options = dict(option.partition("=")[::2] for option in mount.options)
+    if mount.fstype not in NFS_TYPES[storage.kind]:
+        version = options.get("vers", "3")
+        why = "NFS 3 has no atomic open and keeps locks outside of the protocol"
+        yield Finding(
+            ID, node.name, Status.FAIL, f"{path}: NFS version {version}", f"type {storage.kind} (cluster.yaml)", why, again
+        )
+    if storage.source is not None:
+        if not same_source(mount.source, storage.source):
+            why = "this node reads and writes another export than the others"
+            yield Finding(ID, node.name, Status.FAIL, f"{path} is {mount.source}", f"{storage.source} (cluster.yaml)", why, again)
+    elif node.name in agreed.odd:
+        right = f"{agreed.value}, as on most nodes" if agreed.value else f"one export; {others(sources, node.name)} (no majority)"
+        yield Finding(ID, node.name, Status.FAIL, f"{path} is {mount.source}", right, "the nodes do not share one folder", again)
+    if "soft" in options or "softerr" in options:
+        why = "a soft mount gives up after a while and turns a slow server into a damaged checkpoint"
+        yield Finding(ID, node.name, Status.FAIL, f"{path} is mounted soft", "hard", why, again)
+    if "ro" in options:
+        yield Finding(ID, node.name, Status.FAIL, f"{path} is mounted read-only", "rw", "no checkpoint can be written", again)
+    small = [
+        f"{name}={options[name]}"
+        for name in ("rsize", "wsize")
+        if options.get(name, "").isdigit() and int(options[name]) < IO_SIZE_MIN
+    ]
+    if small:
+        why = "small requests cost a round trip each"
+        yield Finding(ID, node.name, Status.WARN, f"{path}: {', '.join(small)}", f"{IO_SIZE_MIN} (1 MiB)", why, again)
+    rate = cluster.network.rate_gbit_s
+    if rate is not None and rate >= NCONNECT_FROM_GBIT_S and "nconnect" not in options:
+        why = f"one TCP connection does not fill {rate:g} Gbit/s"
+        yield Finding(ID, node.name, Status.WARN, f"{path}: no nconnect", "nconnect=4 or more", why, again)
+
+
+def same_source(seen: str, stated: str) -> bool:
+    """Return whether two "server:/export" texts mean the same; a server may be a name here and an address there."""
+    seen_host, _, seen_path = seen.rpartition(":")
+    stated_host, _, stated_path = stated.rpartition(":")
+    if seen_path.rstrip("/") != stated_path.rstrip("/"):
+        return False
+    if is_address(seen_host.strip("[]")) != is_address(stated_host.strip("[]")):
+        return True
+    if "." in seen_host and "." in stated_host:
+        return seen_host == stated_host
+    return seen_host.split(".")[0] == stated_host.split(".")[0]
+
+
+def _is_server(node: Node, cluster: Cluster) -> bool:
+    """Return whether this node exports the folder itself: there it is a local disk, and rightly so."""
+    host = (cluster.storage.source or "").rpartition(":")[0].strip("[]")
+    return bool(host) and host in (node.name, node.ssh.address, node.data_address)

@@ -1,0 +1,88 @@
+"""Is the shared folder one folder on all nodes, and how soon does a file written by one show on the others: the schedule.
+
+Pure: every node writes a file of its own, then every node reads all of them, then each removes its own. Three round trips: a
+reader that looks before the file is there would have the file's absence cached by NFS, and measure that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from netcheck.facts.question import as_float, as_mapping, as_str
+from r4090c.model import Expect, Node
+
+NAME = "nonce"
+SOURCE = files("netcheck.measure").joinpath("nonce_on_node.py").read_text(encoding="utf-8")
+"""The program a node runs."""
+PREFIX = ".r4090c-nonce-"
+
+ANSWER_WITHIN_S = 5.0
+"""A file system that takes longer for one small file does not answer (CHECKS: storage answers in 5 s)."""
+GRACE_S = 3.0
+"""est.: how much longer than the warning threshold a reader waits before it says "not there"."""
+
+
+def requests(
+    action: str, nodes: Sequence[Node], token: str, expect: Expect, written: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Return node -> request for `nonce_on_node.main`: "write", then "read" what the nodes `written` wrote, then "remove"."""
+    names = {node.name: f"{PREFIX}{token}-{node.name}" for node in nodes}
+    content = {node.name: f"{token} {node.name}\n" for node in nodes}
+    wanted: dict[str, dict[str, Any]] = {}
+    for node in nodes:
+        request = {"action": action, "folder": node.paths.shared, "answer_within_s": ANSWER_WITHIN_S}
+        if action == "read":
+            limit_s = expect.storage_visible_warn_s + GRACE_S
+            request |= {"files": {name: [names[name], content[name]] for name in written}, "limit_s": limit_s}
+            request["answer_within_s"] = limit_s + ANSWER_WITHIN_S
+        else:
+            request |= {"file": names[node.name], "prefix": PREFIX, "content": content[node.name]}
+        wanted[node.name] = request
+    return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class NonceAnswer:
+    """What one node did. `unreached`: it did not take part, for the reason in `write_error`.
+
+    `waited_s`: node -> seconds until its file showed with the right content. `faults`: node -> what was there instead.
+    """
+
+    write_error: str = ""
+    unreached: bool = False
+    next_command: str = ""
+    read_error: str = ""
+    waited_s: Mapping[str, float] = field(default_factory=dict)
+    faults: Mapping[str, str] = field(default_factory=dict)
+    remove_error: str = ""
+
+
+def read(measured: object) -> dict[str, NonceAnswer]:
+    """Return node -> answer from the JSON {"write" | "read" | "remove": {node: answer of the node}}. Raises ParseError."""
+    actions = as_mapping(measured, NAME)
+    wrote, seen, removed = (as_mapping(actions.get(action), action) for action in ("write", "read", "remove"))
+    return {
+        name: _answer(as_mapping(value, name), as_mapping(seen.get(name, {}), name), as_mapping(removed.get(name, {}), name))
+        for name, value in wrote.items()
+    }
+
+
+def _answer(wrote: Mapping[str, Any], seen: Mapping[str, Any], removed: Mapping[str, Any]) -> NonceAnswer:
+    if "error" in wrote:
+        unreached = wrote.get("unreached") is True
+        command = as_str(wrote.get("next_command", ""), "next_command")
+        return NonceAnswer(write_error=as_str(wrote["error"], "error"), unreached=unreached, next_command=command)
+    entries = {node: as_mapping(entry, node) for node, entry in as_mapping(seen.get("seen", {}), "seen").items()}
+    return NonceAnswer(
+        read_error="" if "seen" in seen else as_str(seen.get("error", "no answer"), "error"),
+        next_command=as_str(seen.get("next_command", ""), "next_command"),
+        unreached=seen.get("unreached") is True,
+        waited_s={node: as_float(entry["waited_s"], node) for node, entry in entries.items() if "waited_s" in entry},
+        faults={
+            node: as_str(entry.get("error", "not there"), node) for node, entry in entries.items() if "waited_s" not in entry
+        },
+        remove_error=as_str(removed.get("error", ""), "error"),
+    )

@@ -1,0 +1,174 @@
+"""Read the facts, measure what needs two ends, judge: all input and output of the preflight is here."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+from netcheck.checks import REGISTRY, Check
+from netcheck.gather import Raw, gather, parse_raw
+from netcheck.judge import judge, reached
+from netcheck.measure import nonce, ports
+from r4090c.errors import ParseError, UsageError
+from r4090c.model import Cluster, Finding, Node, NodeFacts
+from r4090c.remote import Fleet, NodeError, Shell
+
+SLACK_S = 10.0
+"""est.: what a loaded node may need on top of a measurement's own time limit before it is given up."""
+
+TELL_TIME = (
+    "import time\n"
+    "def main(request):\n"
+    "    received = time.time_ns()\n"
+    "    return {'time_ns_received': received, 'time_ns_sent': time.time_ns()}\n"
+)
+"""Program for a node: nothing but its clock."""
+
+Progress = Callable[[str], None]
+"""Called with a few words about what happens now."""
+
+
+def run_preflight(
+    fleet: Fleet,
+    cluster: Cluster,
+    nodes: Sequence[Node],
+    *,
+    measure: bool = True,
+    checks: Sequence[Check] = REGISTRY,
+    progress: Progress = lambda words: None,
+) -> tuple[Raw, dict[str, NodeFacts], list[Finding]]:
+    """Return what `nodes` of `cluster` said, the facts in it, and the findings of `checks`.
+
+    With `measure` off only facts are read: one round trip, nothing is written or opened on a node; checks over measurements
+    then say `skip`. Nothing is left on a node, also on Ctrl-C.
+    """
+    progress(f"reading {len(nodes)} nodes")
+    raw = gather(fleet, cluster, [node.name for node in nodes])
+    raw = read_clocks_again(fleet, raw, cluster.expect.clock_skew_warn_s / 2)
+    wanted = {need for check in checks if check.scope == "measurement" for need in check.needs} if measure else set()
+    alive = [node for node in nodes if node.name in reached(raw.reach)]
+    if wanted and alive:
+        progress(f"measuring between {len(alive)} nodes")
+        raw = replace(raw, measurements={**raw.measurements, **take_measurements(fleet, cluster, alive, wanted)})
+    facts = parse_raw(raw, cluster)
+    return raw, facts, judge(cluster, raw, facts, checks)
+
+
+def read_clocks_again(fleet: Fleet, raw: Raw, bound_s: float) -> Raw:
+    """Return `raw` with a closer look at the clocks that are known to no better than ± `bound_s`.
+
+    The way to a node includes starting Python there; many nodes on one loaded machine (a test lab, virtual machines) wait for
+    each other. Asked one after the other, with nothing to do but tell the time, they answer at once. The better of the two
+    round trips is kept.
+    """
+    answers = dict(raw.answers)
+    for name, answer in raw.answers.items():
+        if _clock_bound_s(answer) <= bound_s:
+            continue
+        again = fleet.map(lambda shell: shell.ask(TELL_TIME, None, timeout_s=SLACK_S), [name])[name]
+        if isinstance(again, NodeError) or not isinstance(again.value, dict):
+            continue
+        closer = {**again.value, "sent_at_s": again.sent_at_s, "received_at_s": again.received_at_s}
+        if _clock_bound_s(closer) < _clock_bound_s(answer):
+            answers[name] = {**answer, **closer}
+    return replace(raw, answers=answers)
+
+
+def _clock_bound_s(answer: Mapping[str, Any]) -> float:
+    """Return how far off a clock reading may be: half of the round trip's time that was not spent answering."""
+    try:
+        node_s = (answer["time_ns_sent"] - answer["time_ns_received"]) / 1e9
+        return float(answer["received_at_s"] - answer["sent_at_s"] - node_s) / 2
+    except (KeyError, TypeError):
+        return math.inf
+
+
+def take_measurements(fleet: Fleet, cluster: Cluster, nodes: Sequence[Node], wanted: Collection[str]) -> dict[str, Any]:
+    """Return name -> JSON of the measurements `wanted`; those on the network and those on storage run side by side."""
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        try:
+            of_ports = beside.submit(measure_ports, fleet, nodes) if ports.NAME in wanted else None
+            found = {nonce.NAME: measure_nonce(fleet, cluster, nodes)} if nonce.NAME in wanted else {}
+            if of_ports is not None:
+                found[ports.NAME] = of_ports.result()
+        except KeyboardInterrupt:
+            fleet.close()  # ends the thread beside, which would otherwise be waited for
+            raise
+    return found
+
+
+def measure_ports(fleet: Fleet, nodes: Sequence[Node]) -> dict[str, Any]:
+    """Return what `ports.read` takes: every node listens and calls every other at the same time."""
+    requests = ports.schedule(nodes, secrets.randbits(64))
+
+    def ask(shell: Shell) -> dict[str, Any]:
+        answer = shell.ask(ports.SOURCE, requests[shell.node.name], timeout_s=ports.WINDOW_S + SLACK_S)
+        try:
+            return ports.record(answer.value, answer.received_at_s)
+        except ParseError as error:
+            return {"error": str(error)}
+
+    return {"answers": {name: _told(answer) for name, answer in fleet.map(ask, requests).items()}}
+
+
+def measure_nonce(fleet: Fleet, cluster: Cluster, nodes: Sequence[Node]) -> dict[str, Any]:
+    """Return what `nonce.read` takes: every node writes a file, reads everybody's, removes its own."""
+    token = secrets.token_hex(8)
+    by_name = {node.name: node for node in nodes}
+
+    def act(through: Fleet, action: str, names: Iterable[str], written: Sequence[str] = ()) -> dict[str, Any]:
+        requests = nonce.requests(action, [by_name[name] for name in names], token, cluster.expect, written)
+
+        def ask(shell: Shell) -> Any:
+            request = requests[shell.node.name]
+            return shell.ask(nonce.SOURCE, request, timeout_s=request["answer_within_s"] + SLACK_S).value
+
+        return {name: _told(answer) for name, answer in through.map(ask, requests).items()} if requests else {}
+
+    try:
+        wrote = act(fleet, "write", by_name)
+        written = [name for name, answer in wrote.items() if "error" not in answer]
+        seen = act(fleet, "read", written, written)
+        removed = act(fleet, "remove", written)
+    except KeyboardInterrupt:
+        # The interrupted fleet has closed its connections; the files are still there.
+        with Fleet(nodes) as again:
+            act(again, "remove", by_name)
+        raise
+    return {"write": wrote, "read": seen, "remove": removed}
+
+
+def _told(answer: Any) -> Mapping[str, Any]:
+    if isinstance(answer, NodeError):
+        return {"error": answer.observed, "unreached": True, "next_command": answer.next_command}
+    if not isinstance(answer, dict):
+        return {"error": f"the node answered {type(answer).__name__}, not an object", "unreached": True}
+    return answer
+
+
+def select_checks(only: Iterable[str], skip: Iterable[str]) -> tuple[Check, ...]:
+    """Return the checks whose group or id is in `only` (all when it is empty) and not in `skip`, in the order of the registry.
+
+    Raises UsageError for a name that is neither a group nor a check, with the nearest one.
+    """
+    only, skip = tuple(only), tuple(skip)
+    known = list(dict.fromkeys([check.group for check in REGISTRY] + [check.id for check in REGISTRY]))
+    for option, names in (("--only", only), ("--skip", skip)):
+        for name in names:
+            if name not in known:
+                near = get_close_matches(name, known, n=1, cutoff=0.5)
+                groups = ", ".join(dict.fromkeys(check.group for check in REGISTRY))
+                command = f"r4090c preflight {option} {near[0]}" if near else "r4090c preflight --help"
+                raise UsageError(
+                    option, f"no check or group is called {name!r}", f"a group ({groups}) or the id of a check", command
+                )
+    chosen = [check for check in REGISTRY if not only or check.id in only or check.group in only]
+    chosen = [check for check in chosen if check.id not in skip and check.group not in skip]
+    if not chosen:
+        raise UsageError("--skip", "no check is left", "at least one", "r4090c preflight")
+    return tuple(chosen)

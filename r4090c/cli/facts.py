@@ -1,0 +1,224 @@
+"""`r4090c facts`: show what is true on every node, without judging it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from r4090c.cli.common import choose_nodes, cluster_option, err, json_option, load, nodes_option, out, print_json, to_jsonable
+from r4090c.errors import Exit, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from netcheck.gather import Raw
+    from r4090c.model import ClockFact, Cluster, CpuFact, Fact, Gpu, NetFact, Node, NodeFacts, PythonFact, RdmaPort
+
+
+@click.command("facts")
+@cluster_option
+@nodes_option
+@json_option
+@click.option(
+    "--save",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep every raw answer in a bundle (no secrets).",
+)
+@click.option(
+    "--from",
+    "bundle",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Show the facts of a bundle, offline.",
+)
+@click.pass_context
+def command(
+    ctx: click.Context, cluster_file: str | None, nodes: str | None, as_json: bool, save: Path | None, bundle: Path | None
+) -> None:
+    """Show what is true on every node: system, CPUs, memory, GPUs, network, RDMA, Python, clock.
+
+    \b
+    Examples:
+      r4090c facts --nodes node[01-02] --json
+      r4090c facts --save facts.tar.gz
+      r4090c facts --from facts.tar.gz
+
+    \b
+    Exit codes: 0 every node answered; 3 one did not (the others are shown all the same).
+    """  # noqa: D301 -- \b is meant: click keeps the line breaks below it
+    from netcheck.gather import parse_raw
+
+    if bundle is not None and (save is not None or cluster_file is not None):
+        raise UsageError("--from", "given together with " + ("--save" if save is not None else "--cluster"), "one of them")
+    cluster, raw = _replay(bundle) if bundle is not None else _ask(load(cluster_file), nodes)
+    chosen = [node for node in choose_nodes(cluster, nodes) if node.name in raw.reach]
+    if save is not None:
+        from netcheck.bundle import save_bundle
+
+        save_bundle(save, cluster, raw)
+        err().print(f"kept in {save}")
+    facts = parse_raw(raw, cluster)
+    silent = [node for node in chosen if raw.reach[node.name]["verdict"] != "ok"]
+    if as_json:
+        print_json(_report(cluster, raw, chosen, facts))
+    else:
+        _show(cluster, raw, chosen, facts)
+    if silent or not chosen:
+        ctx.exit(int(Exit.UNKNOWN))
+
+
+def _replay(bundle: Path) -> tuple[Cluster, Raw]:
+    from netcheck.bundle import load_bundle
+
+    return load_bundle(bundle)
+
+
+def _ask(cluster: Cluster, wanted: str | None) -> tuple[Cluster, Raw]:
+    """Return the cluster and what the wanted nodes answer; tell on a terminal that it takes a moment."""
+    from netcheck.gather import gather
+    from r4090c.remote import Fleet
+
+    nodes = choose_nodes(cluster, wanted)
+    with Fleet(nodes) as fleet:
+        if not sys.stderr.isatty():
+            return cluster, gather(fleet, cluster, nodes)
+        with err().status(f"asking {len(nodes)} nodes …"):
+            return cluster, gather(fleet, cluster, nodes)
+
+
+def _report(cluster: Cluster, raw: Raw, nodes: list[Node], facts: dict[str, NodeFacts]) -> dict[str, Any]:
+    """Return the JSON document: each fact as {"value", "error", "absent"}, exactly one of which is not null."""
+    shown = {}
+    for node in nodes:
+        values = to_jsonable(facts[node.name])
+        shown[node.name] = {
+            "reach": raw.reach[node.name],
+            "facts": {name: fact for name, fact in values.items() if name != "node"},
+        }
+    return {"schema": "r4090c.facts/1", "cluster": cluster.name, "started_at": raw.started_at, "nodes": shown}
+
+
+# --------------------------------------------------------------------------- the table
+
+
+def _show(cluster: Cluster, raw: Raw, nodes: list[Node], facts: dict[str, NodeFacts]) -> None:
+    from rich.markup import escape
+
+    console = out()
+    table = _table(cluster, raw, nodes, facts)
+    if not console.is_terminal:  # a file or a pipe has no width to fold to
+        console.width = max(console.width, 4096)
+        console.width = console.measure(table).maximum
+    console.print(table)
+    for node in nodes:
+        reach = raw.reach[node.name]
+        if reach["verdict"] != "ok":
+            console.print(f"[red]{escape(node.name)}[/red] did not answer ({reach['verdict']}): {escape(reach['observed'])}")
+            if reach["next_command"]:
+                console.print(f"  next: {escape(reach['next_command'])}")
+            continue
+        if reach["noise"].strip():
+            first = reach["noise"].strip().splitlines()[0][:100]
+            console.print(f"[yellow]{escape(node.name)}[/yellow] its login shell prints: {escape(first)}")
+        for name, fact in _facts_of(facts[node.name]):
+            if fact.error is not None:
+                console.print(f"[yellow]{escape(node.name)}[/yellow] {name} could not be read: {escape(fact.error)}")
+
+
+def _facts_of(facts: NodeFacts) -> list[tuple[str, Fact[Any]]]:
+    from netcheck.facts import FACTS
+
+    return [(name, getattr(facts, name)) for name in FACTS]
+
+
+def _table(cluster: Cluster, raw: Raw, nodes: list[Node], facts: dict[str, NodeFacts]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=f"{escape(cluster.name)}, {raw.started_at}", title_justify="left", pad_edge=False)
+    for heading in ("node", "system", "CPUs", "memory", "GPUs", "data network", "RDMA", "Python", "clock"):
+        table.add_column(heading, overflow="fold")
+    for node in nodes:
+        if raw.reach[node.name]["verdict"] == "ok":
+            cells = _cells(cluster, node, facts[node.name])
+        else:
+            cells = [raw.reach[node.name]["verdict"], *[""] * 7]
+        table.add_row(escape(node.name), *map(escape, cells))
+    return table
+
+
+def _cells(cluster: Cluster, node: Node, facts: NodeFacts) -> list[str]:
+    """Return one row; "?" stands for what could not be read, "no <tool>" for a tool that is not installed."""
+
+    def cell(fact: Fact[Any], text: Any) -> str:
+        if fact.absent is not None:
+            return f"no {fact.absent}"
+        return "?" if fact.error is not None else str(text(fact.value))
+
+    return [
+        cell(facts.os, lambda os: f"{os.distribution}\n{os.kernel}"),
+        cell(facts.cpus, _cpus_text),
+        cell(facts.memory, lambda memory: f"{memory.total_mib / 1024:.0f} GiB\nshm {(memory.shm_total_mib or 0) / 1024:.1f} GiB"),
+        cell(facts.gpus, lambda gpus: _gpus_text(gpus, node.gpus)),
+        cell(facts.net, lambda net: _data_network_text(cluster, node, net)),
+        cell(facts.rdma, _rdma_text),
+        cell(facts.python, _python_text),
+        cell(facts.clock, _clock_text),
+    ]
+
+
+def _cpus_text(cpus: CpuFact) -> str:
+    counts = ((len(cpus.cores), "core"), (len(cpus.online), "CPU"), (cpus.sockets, "socket"), (len(cpus.numa), "NUMA node"))
+    lines = [cpus.model, ", ".join(f"{number} {noun}{'' if number == 1 else 's'}" for number, noun in counts)]
+    if len(cpus.allowed) < len(cpus.online):
+        lines.append(f"only {len(cpus.allowed)} CPUs allowed")
+    if len(cpus.online) < len(cpus.present):
+        lines.append(f"{len(cpus.present) - len(cpus.online)} CPUs offline")
+    return "\n".join(lines)
+
+
+def _gpus_text(gpus: tuple[Gpu, ...], wanted: int) -> str:
+    if not gpus:
+        return f"none of {wanted}" if wanted else "none"
+    names = Counter(gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce ") or "?" for gpu in gpus)
+    lines = [f"{count} × {name}" for name, count in names.items()]
+    if len(gpus) != wanted:
+        lines.append(f"{wanted} wanted")
+    lines += [f"driver {driver}" for driver in sorted({gpu.driver for gpu in gpus if gpu.driver})]
+    faulty = sum(bool(gpu.faults) for gpu in gpus)
+    return "\n".join([*lines, f"{faulty} with faults"] if faulty else lines)
+
+
+def _data_network_text(cluster: Cluster, node: Node, net: NetFact) -> str:
+    """Return the interface the node uses towards its peers (alone: the one that has its data address), MTU and speed."""
+    names = sorted({iface for iface, _ in net.routes.values() if iface is not None})
+    if not net.routes:
+        names = [iface.name for iface in net.ifaces if any(a.split("/")[0] == node.data_address for a in iface.addresses)]
+    unreachable = sum(iface is None for iface, _ in net.routes.values())
+    lines = []
+    for iface in (iface for iface in net.ifaces if iface.name in names):
+        lines.append(f"{iface.name} {next((a for a in iface.addresses if ':' not in a), '')}".rstrip())
+        speed = "" if iface.speed_mbit_s is None else f", {iface.speed_mbit_s / 1000:g} Gbit/s"
+        lines.append(f"mtu {iface.mtu}{speed}")
+    if unreachable:
+        lines.append(f"no route to {unreachable} of {len(net.routes)} peers")
+    return "\n".join(lines) or "none"
+
+
+def _rdma_text(ports: tuple[RdmaPort, ...]) -> str:
+    rates = {port.name: "" if port.rate_gbit_s is None else f" {port.rate_gbit_s:g} Gbit/s" for port in ports}
+    return "\n".join(f"{port.name} {port.state}{rates[port.name]}" for port in ports) or "none"
+
+
+def _python_text(python: PythonFact) -> str:
+    packages = [f"{name} {python.packages[name]}" for name in ("torch", "deepspeed") if name in python.packages]
+    return "\n".join([python.version, *(packages or ["no torch"])])
+
+
+def _clock_text(clock: ClockFact) -> str:
+    return f"{clock.offset_s * 1000:+.0f} ± {clock.error_bound_s * 1000:.0f} ms\n{clock.daemon or 'no time daemon'}"
