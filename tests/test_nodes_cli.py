@@ -53,7 +53,7 @@ def test_table_holds_every_node_and_is_not_cut(run: Run) -> None:
     for i in range(1, 5):
         (row,) = [line for line in out.splitlines() if f"node0{i}" in line]
         cells = [cell.strip() for cell in row.strip("│").split("│")]
-        assert cells == [f"node0{i}", f"train@192.168.1.1{i}", f"10.10.0.1{i}", "8", "/opt/r4090c/venv/bin/python"]
+        assert cells == [f"node0{i}", f"train@192.0.2.1{i}", f"10.10.0.1{i}", "8", "/opt/r4090c/venv/bin/python"]
 
 
 def test_table_keeps_long_and_odd_values(run: Run, tmp_path: Path) -> None:
