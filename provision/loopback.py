@@ -306,7 +306,7 @@ def _sshd_config(node: _DemoNode, authorized_keys: Path) -> str:
         "ListenAddress": f"{ADDRESS}:{node.port}",
         "HostKey": f'"{node.folder}/host_key"',
         "PidFile": "none",
-        "AuthorizedKeysFile": f'"{authorized_keys}"',
+        "AuthorizedKeysFile": f'"{authorized_keys}" .ssh/authorized_keys',
         "StrictModes": "no",  # the folder is ours alone (0700), its parent /tmp is everybody's
         "PermitRootLogin": "prohibit-password",
         "PasswordAuthentication": "no",

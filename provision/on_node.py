@@ -16,6 +16,7 @@ import os
 import pwd
 import queue
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -114,22 +115,30 @@ def look_at_file(path: str) -> dict[str, Any]:
         return {"content": None, "refused": refused}
     try:
         return {"content": base64.b64encode(read_bytes(path)).decode(), "refused": ""}
+    except FileNotFoundError:  # a node that shares the home has just removed it
+        return {"content": None, "refused": ""}
     except OSError as error:
         return {"content": None, "refused": f"cannot be read: {error.strerror}"}
 
 
 def look_at_key(path: str) -> dict[str, Any]:
     """Return {"exists", "public": the line of the public key or "", "refused": why it is of no use or "", "command"}."""
+    quoted = shlex.quote(path)
     pair = {name: look_at_file(name) for name in (path, path + ".pub")}
     there = os.path.lexists(path)
     for name, record in pair.items():
         if record["refused"]:
-            return {"exists": there, "public": "", "refused": "{} {}".format(name, record["refused"]), "command": "ls -l " + name}
+            return {
+                "exists": there,
+                "public": "",
+                "refused": "{} {}".format(name, record["refused"]),
+                "command": "ls -l " + shlex.quote(name),
+            }
     written = base64.b64decode(pair[path + ".pub"]["content"] or "").decode("utf-8", "replace").strip()
     if not there:
         if written:
             observed = f"there is {path}.pub but no {path}"
-            return {"exists": False, "public": "", "refused": observed, "command": f"mv {path}.pub {path}.pub.old"}
+            return {"exists": False, "public": "", "refused": observed, "command": f"mv {quoted}.pub {quoted}.pub.old"}
         return {"exists": False, "public": "", "refused": "", "command": ""}
     done = run(["ssh-keygen", "-y", "-P", "", "-f", path])
     if done is None:
@@ -137,16 +146,19 @@ def look_at_key(path: str) -> dict[str, Any]:
     rc, stdout, stderr = done
     if rc != 0:
         if "UNPROTECTED" in stderr or "bad permissions" in stderr:
-            observed, command = f"others may read {path}, so ssh does not use it", "chmod 600 " + path
+            observed, command = f"others may read {path}, so ssh does not use it", "chmod 600 " + shlex.quote(path)
         elif "passphrase" in stderr:
-            observed, command = f"{path} has a passphrase, and nobody is there to type it", "ssh-keygen -p -f " + path
+            observed, command = (
+                f"{path} has a passphrase, and nobody is there to type it",
+                "ssh-keygen -p -f " + shlex.quote(path),
+            )
         else:
-            observed, command = f"ssh-keygen does not read {path}: {last_line(stderr)}", "ssh-keygen -y -f " + path
+            observed, command = f"ssh-keygen does not read {path}: {last_line(stderr)}", "ssh-keygen -y -f " + shlex.quote(path)
         return {"exists": True, "public": written, "refused": observed, "command": command}
     public = stdout.strip()
     if written and written.split()[:2] != public.split()[:2]:
         observed = f"{path}.pub does not belong to {path}"
-        return {"exists": True, "public": public, "refused": observed, "command": f"ssh-keygen -y -f {path} > {path}.pub"}
+        return {"exists": True, "public": public, "refused": observed, "command": f"ssh-keygen -y -f {quoted} > {quoted}.pub"}
     return {"exists": True, "public": written or public, "refused": "", "command": ""}
 
 
@@ -203,9 +215,9 @@ def carry_out(actions: Any) -> list[Any]:
             results.append({"state": "failed", "observed": refused.observed, "command": refused.command})
         except OSError as error:
             path = action["path"]
-            folder = os.path.dirname(path)
+            folder, quoted = shlex.quote(os.path.dirname(path)), shlex.quote(path)
             observed = f"{error.filename or path}: {error.strerror or error}"
-            results.append({"state": "failed", "observed": observed, "command": f"ls -la {folder}; lsattr -d {folder} {path}"})
+            results.append({"state": "failed", "observed": observed, "command": f"ls -la {folder}; lsattr -d {folder} {quoted}"})
     return results
 
 
@@ -268,7 +280,7 @@ def make_key(action: dict[str, Any]) -> bool:
         if done is None:
             raise Refused("ssh-keygen is not installed", "sudo apt install -y openssh-client")
         if done[0] != 0:
-            raise Refused(f"ssh-keygen: {last_line(done[2])}", "df -h " + folder)
+            raise Refused(f"ssh-keygen: {last_line(done[2])}", "df -h " + shlex.quote(folder))
         os.chmod(new + ".pub", 0o600)
         if not place(new, path):
             return False
@@ -299,11 +311,12 @@ def remove_key(action: dict[str, Any]) -> bool:
     if not os.path.lexists(path):
         return False
     record = look_at_key(path)
+    if not os.path.lexists(path):  # a node that shares the home was faster
+        return False
     words = record["public"].split(None, 2)
     if record["refused"] or len(words) != 3 or words[2] != action["comment"]:
-        raise Refused(
-            "{} is not the key that was made here: {}".format(path, record["refused"] or "another comment"), "ls -l " + path
-        )
+        observed = "{} is not the key that was made here: {}".format(path, record["refused"] or "another comment")
+        raise Refused(observed, "ls -l " + shlex.quote(path))
     gone = unlink(path)
     unlink(path + ".pub")
     return gone
@@ -322,7 +335,7 @@ def make_folder(folder: str) -> None:
     """Make `folder` (0700) where there is none. Raises Refused when it is no place to write in."""
     why = why_not_folder(folder)
     if why:
-        raise Refused(f"{folder} {why}", f"ls -ld {folder}")
+        raise Refused(f"{folder} {why}", "ls -ld " + shlex.quote(folder))
     if not os.path.lexists(folder):
         os.makedirs(folder, 0o700, exist_ok=True)
 
@@ -331,14 +344,14 @@ def current_content(path: str) -> Any:
     """Return the bytes of a file, None when there is none. Raises Refused when it is not to be touched."""
     record = look_at_file(path)
     if record["refused"]:
-        raise Refused("{} {}".format(path, record["refused"]), f"ls -l {path}")
+        raise Refused("{} {}".format(path, record["refused"]), "ls -l " + shlex.quote(path))
     return None if record["content"] is None else base64.b64decode(record["content"])
 
 
 def demand_unchanged(path: str, content: Any, before: str) -> None:
     """Raise Refused when the file is not the one that the step was planned for."""
     if ("" if content is None else hashlib.sha256(content).hexdigest()) != before:
-        raise Refused(f"{path} was changed by somebody else at the same time", f"ls -l {path}")
+        raise Refused(f"{path} was changed by somebody else at the same time", "ls -l " + shlex.quote(path))
 
 
 def unlink(path: str) -> bool:

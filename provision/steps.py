@@ -88,10 +88,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing to do on one node. Exactly one of `action` and `problem` is set.
+    """One thing to do on one node, or the `problem` that keeps it from being done.
 
     `id` is unique on the node. `what` and `why` are for people; `lines` are what is added ("+ …") and taken away ("- …").
-    `needs`: ids of steps, on any node, after which this one has to be planned again, because they change its content.
+    `needs`: steps, as "node:id", after which this one has to be planned again, because they change what it does. Such a step
+    is never carried out as it is, and it may have no `action` yet.
     """
 
     node: str

@@ -177,6 +177,29 @@ def _known_name(target: _Target) -> str:
     return target.hostname if target.port == 22 else f"[{target.hostname}]:{target.port}"
 
 
+def reached_at(node: Node) -> tuple[str, int]:
+    """Return (host, port) that a connection to `node` really goes to, after the ssh_config of this machine."""
+    target = _target(node.ssh)
+    return target.hostname, target.port
+
+
+def known_host_name(node: Node) -> str:
+    """Return the name under which known_hosts of this machine holds the host key of `node`."""
+    return _known_name(_target(node.ssh))
+
+
+def known_host_keys(node: Node) -> list[tuple[str, str]]:
+    """Return the host keys of `node` that this machine trusts, as (type, base64): the known_hosts files of the inventory."""
+    name = known_host_name(node)
+    found: dict[tuple[str, str], None] = {}
+    for path in node.ssh.known_hosts:
+        file = Path(path)
+        if file.is_file():
+            keys: Mapping[str, paramiko.PKey] = _host_keys(path, file.stat().st_mtime_ns).lookup(name) or {}
+            found.update(dict.fromkeys((key_type, str(key.get_base64())) for key_type, key in keys.items()))
+    return list(found)
+
+
 def ssh_command(node: Node) -> str:
     """Return the `ssh` command line a person would type to reach `node`; for remedies."""
     target = _target(node.ssh)
@@ -246,32 +269,41 @@ def _fabric_connection(ssh: Ssh, target: _Target, gateway: Connection | None) ->
     return connection
 
 
+def _open_gateway(node: Node, target: _Target) -> Connection | None:
+    """Open and return the connection to the node's jump host, None when it has none. Raises whatever the stack raises."""
+    if not target.jump:
+        return None
+    user, _, rest = target.jump.rpartition("@")
+    host, _, port = rest.partition(":")
+    jump = Ssh(
+        address=host,
+        port=int(port or 22),
+        user=user,
+        key=node.ssh.key,
+        config=node.ssh.config,
+        known_hosts=node.ssh.known_hosts,
+    )
+    jump_target = _target(jump)
+    gateway = _fabric_connection(jump, jump_target, None)
+    gateway.connect_kwargs["sock"] = _tcp_socket(jump_target.hostname, jump_target.port, node.ssh.connect_timeout_s)
+    gateway.open()
+    return gateway
+
+
+def _direct_socket(node: Node, target: _Target) -> socket.socket | paramiko.ProxyCommand:
+    """Return a socket to the node's sshd where there is no jump host. Raises OSError."""
+    if target.proxy_command:
+        return paramiko.ProxyCommand(target.proxy_command)
+    return _tcp_socket(target.hostname, target.port, node.ssh.connect_timeout_s)
+
+
 def _open(node: Node) -> tuple[Connection, Connection | None]:
     """Open and return (connection to the node, connection to its jump host or None). Raises whatever the stack raises."""
     target = _target(node.ssh)
-    gateway: Connection | None = None
-    if target.jump:
-        user, _, rest = target.jump.rpartition("@")
-        host, _, port = rest.partition(":")
-        jump = Ssh(
-            address=host,
-            port=int(port or 22),
-            user=user,
-            key=node.ssh.key,
-            config=node.ssh.config,
-            known_hosts=node.ssh.known_hosts,
-        )
-        jump_target = _target(jump)
-        gateway = _fabric_connection(jump, jump_target, None)
-        gateway.connect_kwargs["sock"] = _tcp_socket(jump_target.hostname, jump_target.port, node.ssh.connect_timeout_s)
-        gateway.open()
+    gateway = _open_gateway(node, target)
     connection = _fabric_connection(node.ssh, target, gateway)
     if gateway is None:
-        connection.connect_kwargs["sock"] = (
-            paramiko.ProxyCommand(target.proxy_command)
-            if target.proxy_command
-            else _tcp_socket(target.hostname, target.port, node.ssh.connect_timeout_s)
-        )
+        connection.connect_kwargs["sock"] = _direct_socket(node, target)
     try:
         connection.open()
     except BaseException:
@@ -279,6 +311,73 @@ def _open(node: Node) -> tuple[Connection, Connection | None]:
             gateway.close()
         raise
     return connection, gateway
+
+
+KEY_FAMILIES = (
+    ("ssh-ed25519",),
+    ("ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521"),
+    ("rsa-sha2-512", "rsa-sha2-256"),
+)
+"""Host key algorithms of which an sshd shows one key each; a connection shows only one family."""
+
+
+def fetch_host_keys(node: Node) -> list[tuple[str, str]]:
+    """Return the host keys that the sshd of `node` shows now, as (type, base64). Nobody logs in; nothing is verified.
+
+    One key exchange for each family. The server proves that it holds the private key, not that it is the right machine.
+    Raises NodeError.
+    """
+    target = _target(node.ssh)
+    found: list[tuple[str, str]] = []
+    gateway: Connection | None = None
+    try:
+        gateway = _open_gateway(node, target)
+        for family in KEY_FAMILIES:
+            key = _fetch_host_key(node, target, gateway, family)
+            if key is not None:
+                found.append((key.get_name(), str(key.get_base64())))
+    except (OSError, EOFError, paramiko.SSHException) as error:
+        if target.jump and gateway is None:
+            observed = f"its jump host {target.jump} could not be used: {error or type(error).__name__}"
+            raise NodeError(
+                node.name, Verdict.LOST, observed, "a jump host that is known and lets us in", ssh_command(node)
+            ) from error
+        raise _verdict(node, error) from error
+    finally:
+        if gateway is not None:
+            gateway.close()
+    if not found:
+        raise NodeError(node.name, Verdict.LOST, "its sshd shows no host key of a known type", "", f"{ssh_command(node)} -v")
+    return found
+
+
+def _fetch_host_key(node: Node, target: _Target, gateway: Connection | None, family: tuple[str, ...]) -> paramiko.PKey | None:
+    """Return the host key of one family after one key exchange, None when the server has none."""
+    if gateway is None:
+        sock: Any = _direct_socket(node, target)
+    else:
+        sock = gateway.transport.open_channel("direct-tcpip", (target.hostname, target.port), ("", 0))
+    transport = paramiko.Transport(sock)
+    try:
+        transport.banner_timeout = BANNER_TIMEOUT_S
+        offered = transport.get_security_options()
+        offered.key_types = tuple(name for name in family if name in offered.key_types)
+        transport.start_client(timeout=AUTH_TIMEOUT_S)
+        return transport.get_remote_server_key()
+    except paramiko.ssh_exception.IncompatiblePeer:
+        return None
+    finally:
+        transport.close()
+
+
+def _forget_command(node: Node) -> str:
+    """Return the command that drops the known host keys of `node` from the file that holds them."""
+    name = known_host_name(node)
+    for path in node.ssh.known_hosts:
+        file = Path(path)
+        if file.is_file() and _host_keys(path, file.stat().st_mtime_ns).lookup(name):
+            return f"ssh-keygen -f {shlex.quote(path)} -R {shlex.quote(name)}"
+    return f"ssh-keygen -R {shlex.quote(name)}"
 
 
 def _verdict(node: Node, error: BaseException) -> NodeError:
@@ -303,7 +402,7 @@ def _verdict(node: Node, error: BaseException) -> NodeError:
             Verdict.HOST_KEY_CHANGED,
             observed,
             "the key in known_hosts; if the node was really reinstalled, drop the old key",
-            f"ssh-keygen -R {shlex.quote(_known_name(target))}",
+            _forget_command(node),
         )
     if isinstance(error, _UnknownHostKeyError):
         return verdict(

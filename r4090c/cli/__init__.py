@@ -77,7 +77,7 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="r4090c")
 @click.pass_context
 def cli(ctx: click.Context, cluster_file: str | None, verbose: int) -> None:
-    r"""Turn a handful of machines with RTX 4090 cards into a training cluster.
+    """Turn a handful of machines with RTX 4090 cards into a training cluster.
 
     \b
     Start here:

@@ -126,4 +126,4 @@ def err() -> Console:
     """Return a console on stderr, for progress and notices."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else PIPE_WIDTH)

@@ -23,7 +23,7 @@ from r4090c.errors import Exit, UsageError
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe, e.g. --set steps=100.")
 @json_option
 def command(folder: Path | None, sets: tuple[str, ...], as_json: bool) -> int:
-    r"""Train `tiny` with DeepSpeed ZeRO-2 on two nodes made of this machine: two sshd on loopback. No root, no GPU.
+    """Train `tiny` with DeepSpeed ZeRO-2 on two nodes made of this machine: two sshd on loopback. No root, no GPU.
 
     Everything it starts is ended again, also after Ctrl-C; the run folder stays.
 

@@ -13,7 +13,7 @@ from r4090c.errors import Exit
 @cluster_option
 @json_option
 def command(cluster_file: str | None, everything: bool, as_json: bool) -> int:
-    r"""List the runs in the cluster's run folder, the newest first.
+    """List the runs in the cluster's run folder, the newest first.
 
     \b
     Examples:

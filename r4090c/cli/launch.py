@@ -68,7 +68,7 @@ def command(
     no_gate: bool,
     as_json: bool,
 ) -> int:
-    r"""Train TARGET (a recipe's name, a recipe .yaml, or your own script .py) on the nodes.
+    """Train TARGET (a recipe's name, a recipe .yaml, or your own script .py) on the nodes.
 
     Arguments after -- go to the script.
 

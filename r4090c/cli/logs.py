@@ -21,7 +21,7 @@ POLL_S = 0.5
 @click.option("--attempt", type=click.IntRange(1), help="An earlier attempt [default: the last].")
 @cluster_option
 def command(run_id: str, follow: bool, rank: int | None, attempt: int | None, cluster_file: str | None) -> int:
-    r"""Show the logs of RUN.
+    """Show the logs of RUN.
 
     \b
     Examples:

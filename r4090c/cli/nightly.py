@@ -55,7 +55,7 @@ def run(
     cluster_file: str | None,
     as_json: bool,
 ) -> int:
-    r"""Measure E(n) = T(n) / (n · T(1)) and remember every raw sample.
+    """Measure E(n) = T(n) / (n · T(1)) and remember every raw sample.
 
     \b
     Examples:

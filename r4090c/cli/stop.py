@@ -15,7 +15,7 @@ from r4090c.errors import CouldNotTell, Exit
 @cluster_option
 @json_option
 def command(run_id: str, cluster_file: str | None, as_json: bool) -> int:
-    r"""End RUN on every node: TERM, a grace, KILL. Only processes that RUN started are touched.
+    """End RUN on every node: TERM, a grace, KILL. Only processes that RUN started are touched.
 
     \b
     Example:
