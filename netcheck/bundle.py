@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from netcheck.gather import Raw, Reach
+from netcheck.raw import Raw, Reach
 from r4090c.errors import UsageError
 from r4090c.model import Cluster, Node
 

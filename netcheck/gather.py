@@ -1,16 +1,16 @@
-"""Ask all nodes for all facts: one SSH round trip a node (`gather`, I/O), then make facts of the answers (`parse_raw`, pure)."""
+"""Ask all nodes for all facts: one SSH round trip a node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from importlib.resources import files
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, Protocol, cast
 
-from netcheck.facts import FACTS, observe, questions
+from netcheck.facts import questions
+from netcheck.raw import Raw, Reach
 from r4090c.errors import CouldNotTell
-from r4090c.model import Cluster, Fact, Node, NodeFacts
+from r4090c.model import Cluster, Node
 from r4090c.remote import Answer, NodeError
 
 PROBE_SOURCE = files("netcheck").joinpath("probe.py").read_text(encoding="utf-8")
@@ -19,30 +19,6 @@ ASK_S = 40.0
 """The slowest question (nvidia-smi) may take 20 s; the rest is for a busy node. est."""
 NOISE_KEPT = 2000
 """Characters kept of what a login shell printed: enough to see where it comes from."""
-
-
-class Reach(TypedDict):
-    """How reaching one node went. `verdict`: "ok" or a remote.Verdict; `connect_s` None = no login."""
-
-    verdict: str
-    observed: str
-    next_command: str
-    connect_s: float | None
-    noise: str
-
-
-@dataclass(frozen=True, slots=True)
-class Raw:
-    """Everything the nodes said, before any judgement; JSON-able, and what a bundle keeps.
-
-    `answers`: node -> result of netcheck/probe.py with "sent_at_s" and "received_at_s" of the controller.
-    `measurements`: name of the measurement -> its JSON.
-    """
-
-    started_at: str
-    reach: Mapping[str, Reach]
-    answers: Mapping[str, Any]
-    measurements: Mapping[str, Any] = field(default_factory=dict)
 
 
 class AsksNodes(Protocol):
@@ -100,25 +76,6 @@ def gather(fleet: MapsNodes, cluster: Cluster, nodes: Iterable[Node | str] | Non
         )
         answers[name] = {**answer.value, "sent_at_s": answer.sent_at_s, "received_at_s": answer.received_at_s}
     return Raw(started_at=started_at, reach=reach, answers=answers)
-
-
-def parse_raw(raw: Raw, cluster: Cluster) -> dict[str, NodeFacts]:
-    """Return the facts of every node that was asked, in the order of `cluster`. Pure; never raises for what a node said.
-
-    A node that was not reached has every fact in error. A node of `raw` that is not in `cluster` is left out.
-    """
-    found = {}
-    for node in cluster.nodes:
-        if node.name not in raw.reach:
-            continue
-        reach = raw.reach[node.name]
-        facts: dict[str, Fact[Any]]
-        if reach["verdict"] != "ok":
-            facts = {name: Fact(error=f"{node.name} did not answer ({reach['verdict']}): {reach['observed']}") for name in FACTS}
-        else:
-            facts = {name: observe(name, raw.answers.get(node.name), node, cluster) for name in FACTS}
-        found[node.name] = NodeFacts(node=node.name, **facts)
-    return found
 
 
 def _not_reached(error: CouldNotTell) -> Reach:

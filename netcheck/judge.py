@@ -16,7 +16,7 @@ from r4090c.errors import Exit, ParseError
 from r4090c.model import Cluster, Fact, Finding, Node, NodeFacts, Status
 
 if TYPE_CHECKING:
-    from netcheck.gather import Raw
+    from netcheck.raw import Raw
 
 PACKAGES = {"nvidia-smi": "nvidia-driver-570", "python3": "python3"}
 """Tool -> Debian/Ubuntu package that brings it, where the names differ or are worth saying."""

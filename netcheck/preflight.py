@@ -11,9 +11,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from netcheck.checks import REGISTRY, Check
-from netcheck.gather import Raw, gather, parse_raw
+from netcheck.gather import gather
 from netcheck.judge import judge, reached
 from netcheck.measure import nonce, ports
+from netcheck.raw import Raw, parse_raw
 from r4090c.errors import ParseError, UsageError
 from r4090c.model import Cluster, Finding, Node, NodeFacts
 from r4090c.remote import Fleet, NodeError, Shell

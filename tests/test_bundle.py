@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from netcheck import bundle
 from netcheck.bundle import NOT_STORED, SCHEMA, load_bundle, save_bundle, strip_cluster
-from netcheck.gather import Raw, gather, parse_raw
+from netcheck.gather import gather
+from netcheck.raw import Raw, parse_raw
 from r4090c.errors import UsageError
 from r4090c.model import Cluster, Expect, Network, Ssh, Storage
 from r4090c.remote import NodeError, Verdict

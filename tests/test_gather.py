@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from netcheck.gather import NOISE_KEPT, PROBE_SOURCE, Raw, gather, parse_raw
+from netcheck.gather import NOISE_KEPT, PROBE_SOURCE, gather
+from netcheck.raw import Raw, parse_raw
 from r4090c.model import Cluster, NodeFacts
 from r4090c.remote import Answer, NodeError, Verdict
 from tests.facts.local import LocalShell

@@ -19,8 +19,8 @@ import pytest
 
 from netcheck.bundle import save_bundle
 from netcheck.checks import REGISTRY
-from netcheck.gather import Raw, parse_raw
 from netcheck.preflight import read_clocks_again, run_preflight, select_checks
+from netcheck.raw import Raw, parse_raw
 from r4090c.errors import Exit
 from r4090c.model import Cluster, Expect, Finding, Network, Node, Paths, Ssh, Status, Storage
 from r4090c.remote import NodeError, Verdict

@@ -15,7 +15,7 @@ from r4090c.errors import Exit, UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from netcheck.gather import Raw
+    from netcheck.raw import Raw
     from r4090c.model import ClockFact, Cluster, CpuFact, Fact, Gpu, NetFact, Node, NodeFacts, PythonFact, RdmaPort
 
 
@@ -50,8 +50,8 @@ def command(
 
     \b
     Exit codes: 0 every node answered; 3 one did not (the others are shown all the same).
-    """  # noqa: D301 -- \b is meant: click keeps the line breaks below it
-    from netcheck.gather import parse_raw
+    """
+    from netcheck.raw import parse_raw
 
     if bundle is not None and (save is not None or cluster_file is not None):
         raise UsageError("--from", "given together with " + ("--save" if save is not None else "--cluster"), "one of them")

@@ -32,7 +32,7 @@ def command(cluster_file: str | None, nodes: str | None, hostfile: str | None, a
       r4090c nodes
       r4090c nodes --nodes node[01-02] --json
       r4090c nodes --import /job/hostfile > cluster.yaml
-    """  # noqa: D301 -- \b is meant: click keeps the line breaks below it
+    """
     if hostfile is not None:
         if as_json or nodes:
             raise UsageError("--import", "used with --json or --nodes", "--import alone", f"r4090c nodes --import {hostfile}")

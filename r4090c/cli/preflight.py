@@ -19,7 +19,7 @@ from r4090c.errors import UsageError
 
 if TYPE_CHECKING:
     from netcheck.checks import Check
-    from netcheck.gather import Raw
+    from netcheck.raw import Raw
     from r4090c.model import Cluster, Finding
 
 
@@ -119,8 +119,8 @@ def _ask(cluster: Cluster, nodes: str | None, checks: Sequence[Check], *, measur
 def _replay(bundle: Path, nodes: str | None, checks: Sequence[Check]) -> tuple[Cluster, Raw, list[Finding]]:
     """Judge what a bundle holds."""
     from netcheck.bundle import load_bundle
-    from netcheck.gather import parse_raw
     from netcheck.judge import judge
+    from netcheck.raw import parse_raw
 
     cluster, raw = load_bundle(bundle)
     if nodes is not None:

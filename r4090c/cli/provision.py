@@ -47,7 +47,7 @@ def command() -> None:
       r4090c provision ssh-trust --dry-run     what would be changed, and nothing is
       r4090c provision ssh-trust               do it; a second time there is nothing to do
       r4090c provision ssh-trust --undo        take exactly that away again
-    """  # noqa: D301 -- \b is meant: click keeps the line breaks below it
+    """
 
 
 def _command(name: str) -> click.Command:

@@ -16,7 +16,7 @@ def command() -> None:
       r4090c schema > cluster.schema.json
     and as the first line of cluster.yaml:
       # yaml-language-server: $schema=cluster.schema.json
-    """  # noqa: D301 -- \b is meant: click keeps the line breaks below it
+    """
     from r4090c.inventory import json_schema
 
     print_json(json_schema())

@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from netcheck.checks import REGISTRY
-from netcheck.gather import Raw
 from netcheck.judge import judge
+from netcheck.raw import Raw
 from r4090c import model
 from r4090c.model import Cluster, Expect, Fact, Network, Node, NodeFacts, Paths, Ssh, Storage
 

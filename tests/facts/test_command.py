@@ -15,7 +15,7 @@ import pytest
 
 from netcheck.bundle import save_bundle
 from netcheck.facts import FACTS
-from netcheck.gather import Raw
+from netcheck.raw import Raw
 from r4090c.errors import Exit
 from tests.facts.samples import HERE, cluster_of, csv_answer, probe_result
 
