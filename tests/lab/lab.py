@@ -187,7 +187,7 @@ class Lab:
             "paths": {"shared": str(self.shared), "python": python},
         }
         nofile = node_files.limits()[1]
-        if nofile < 65_536:  # the preflight's default; here even root may not raise the limit
+        if gpus and nofile < 65_536:  # the preflight's default; here even root may not raise the limit
             wish["expect"] = {"nofile_min": nofile}
         self.cluster_file.write_text(yaml.safe_dump(wish, sort_keys=False))
 
