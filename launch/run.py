@@ -35,6 +35,8 @@ class Wish:
     target: str
     sets: tuple[str, ...] = ()
     nodes: tuple[Node, ...] = ()
+    nodes_chosen: bool = True
+    """False = `nodes` is all there are, because nobody said; then a resumed run takes its own."""
     nproc: int | None = None
     args: tuple[str, ...] = ()
     env: Mapping[str, str] | None = None
@@ -67,11 +69,7 @@ def prepare(fleet: Fleet, cluster: Cluster, wish: Wish) -> Prepared:
         recipe_name = load_recipe(wish.target)["name"]
         previous = find_run(fleet, cluster, wish.resume) if wish.resume else _last_run(fleet, cluster, recipe_name)
         recipe = _resumed_recipe(previous, recipe_name, wish)
-        ranks = len(previous.plan["nodes"][0]["ranks"])
-        nproc = nproc or ranks
-        if len(nodes) * nproc != previous.plan["world_size"]:
-            nodes = _same_nodes(cluster, previous)
-            nproc = wish.nproc or ranks
+        nodes, nproc = _resumed_place(cluster, previous, wish)
     else:
         recipe = load_recipe(wish.target, wish.sets)
     run = RunPaths(runs_folder / (previous.id if previous else new_run_id(recipe["name"])))
@@ -120,16 +118,31 @@ def _resumed_recipe(previous: Run, name: str, wish: Wish) -> dict[str, Any]:
     return load_recipe(wish.target, wish.sets, base=dict(previous.resolved))
 
 
-def _same_nodes(cluster: Cluster, previous: Run) -> tuple[Node, ...]:
-    try:
-        return tuple(cluster.node(name) for name in previous.nodes)
-    except KeyError as error:
+def _resumed_place(cluster: Cluster, previous: Run, wish: Wish) -> tuple[tuple[Node, ...], int]:
+    """Return the nodes and ranks a node on which `previous` can go on. Raises UsageError for another world size.
+
+    A ZeRO checkpoint loads only at its own world size (DeepSpeed issue trackers call the way out "universal checkpoint").
+    """
+    world = previous.plan["world_size"]
+    nproc = wish.nproc or len(previous.plan["nodes"][0]["ranks"])
+    nodes = wish.nodes
+    if not wish.nodes_chosen:
+        known = {node.name: node for node in cluster.nodes}
+        missing = [name for name in previous.nodes if name not in known]
+        if missing:
+            told = f"{', '.join(missing)} is no longer in the inventory"
+            raise UsageError(f"run {previous.id}", told, f"--nodes with {len(previous.nodes)} nodes", "r4090c nodes")
+        nodes = tuple(known[name] for name in previous.nodes)
+    if len(nodes) * nproc != world:
+        observed = f"{len(nodes)} nodes × {nproc} ranks; its checkpoint was written by {world} ranks"
+        how = " or ".join(f"{n} × {world // n}" for n in range(1, world + 1) if world % n == 0)
         raise UsageError(
             f"run {previous.id}",
-            f"node {error} is no longer in the inventory; a ZeRO checkpoint loads only at its own world size ({previous.plan['world_size']})",
-            f"--nodes with {len(previous.nodes)} nodes",
-            "r4090c nodes",
-        ) from error
+            observed,
+            f"the same world size, {world} (nodes × ranks: {how}): a ZeRO checkpoint loads at no other",
+            f"r4090c launch {previous.recipe} --resume {previous.id}",
+        )
+    return nodes, nproc
 
 
 def gate(findings: Sequence[Finding]) -> None:

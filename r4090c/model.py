@@ -310,7 +310,7 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU from nvidia-smi and sysfs; None = not told. `pci` in sysfs form `0000:41:00.0`; `numa` -1 = firmware does not say."""
+    """One GPU from nvidia-smi and sysfs; None = not told. `pci` in sysfs form `0000:41:00.0`; `numa` -1 = firmware is silent."""
 
     index: int
     name: str

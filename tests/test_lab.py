@@ -17,7 +17,6 @@ import pytest
 
 from tests.lab import Lab, LabError
 
-pytest_plugins = ["tests.lab.fixtures"]
 pytestmark = pytest.mark.lab
 
 REPOSITORY = Path(__file__).resolve().parents[1]

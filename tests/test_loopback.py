@@ -19,8 +19,6 @@ import yaml
 from provision.loopback import LoopbackCluster
 from r4090c.errors import Exit, UsageError
 
-pytest_plugins = ["tests.lab.fixtures"]
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 SSHD = shutil.which("sshd", path="/usr/sbin:/sbin:/usr/bin:/bin")
 

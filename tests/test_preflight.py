@@ -27,8 +27,6 @@ from r4090c.remote import NodeError, Verdict
 from tests.facts.local import LocalShell
 from tests.lab import Lab
 
-pytest_plugins = ["tests.lab.fixtures"]
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 

@@ -20,7 +20,6 @@ from r4090c.inventory import load_cluster
 from r4090c.remote import fetch_host_keys, known_host_keys
 from tests.lab import Lab
 
-pytest_plugins = ["tests.lab.fixtures"]
 pytestmark = pytest.mark.lab
 
 NAMES = ("node01", "node02", "node03")

@@ -1,13 +1,13 @@
 """The statistics of scaling; pure.
 
-E(n) = T(n) / (the sum of T(1) over the n nodes), T = tokens/s, T(1) measured the same night on every node. With equal nodes that is
-T(n) / (n · T(1)). Medians over repeats, and a percentile bootstrap interval over the raw samples.
+E(n) = T(n) / (the sum of T(1) over the n nodes), T = tokens/s, T(1) measured the same night on every node. With equal nodes
+that is T(n) / (n · T(1)). Medians over repeats, and a percentile bootstrap interval over the raw samples.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -70,8 +70,15 @@ def _interval(
     return drawn[int(0.025 * RESAMPLES)], drawn[int(0.975 * RESAMPLES) - 1]
 
 
+def verdict(table: Sequence[Scaling], sizes: Iterable[int], floor: float | None) -> str:
+    """Return "below the floor", "could not tell" (a wanted size has no result), or "measured"."""
+    if floor is not None and any(one.n > 1 and one.efficiency < floor for one in table):
+        return "below the floor"
+    return "measured" if {one.n for one in table} >= set(sizes) else "could not tell"
+
+
 def slow_nodes(samples: Sequence[Sample], tolerance: float = 0.1) -> tuple[tuple[str, float], ...]:
-    """Return (node, share of the median) for each node whose T(1) is more than `tolerance` (est.: 10 %) below the nodes' median."""
+    """Return (node, share of the median) of each node whose T(1) lies more than `tolerance` (est.) below the nodes' median."""
     singles: dict[str, list[float]] = {}
     for sample in samples:
         if len(sample.nodes) == 1:

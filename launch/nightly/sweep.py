@@ -15,7 +15,7 @@ from r4090c.model import Cluster, Node
 from r4090c.remote import Fleet
 
 WARM_UP_STEPS = 3
-"""Steps left out of a run's rate: the first allocate and fill caches (measured on the tiny recipe: step 1 takes 3-10 times a later one)."""
+"""est.: steps left out of a run's rate; the first ones allocate and fill caches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def command(
 
     cluster = load(cluster_file)
     chosen = choose_nodes(cluster, nodes)
-    wish = Wish(target, sets, chosen, nproc, args, _variables(env), code, resume, not no_gate)
+    wish = Wish(target, sets, chosen, nodes is not None, nproc, args, _variables(env), code, resume, not no_gate)
     console = err()
     began = time.time()
     with Fleet(cluster.nodes if resume is not None else chosen) as fleet:

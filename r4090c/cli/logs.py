@@ -70,8 +70,7 @@ def command(run_id: str, follow: bool, rank: int | None, attempt: int | None, cl
             if half:
                 click.echo(half if rank is not None else f"[{one}] {half}")
         if missing:
-            click.echo(
-                f"no log yet of rank {', '.join(map(str, sorted(missing)))} (it may have ended before its script began; see {paths.attempt(number)})",
-                err=True,
-            )
+            told = ", ".join(map(str, sorted(missing)))
+            hint = f"it may have ended before its script began; see {paths.attempt(number)}"
+            click.echo(f"no log yet of rank {told} ({hint})", err=True)
     return Exit.OK

@@ -62,7 +62,7 @@ def run(
       r4090c nightly run --recipe tiny --nodes 1,2 --repeats 3
       r4090c nightly run --nodes 1,2,4 --floor 0.85     exits 1 below it
     """
-    from launch.nightly.statistics import ENOUGH, scaling, slow_nodes
+    from launch.nightly.statistics import ENOUGH, scaling, slow_nodes, verdict
     from launch.nightly.sweep import measure, schedule
     from launch.recipe import load_recipe
     from launch.run import Wish
@@ -83,9 +83,7 @@ def run(
             fleet, cluster, Wish(recipe, sets, nproc=nproc), turns, lambda text: console.print(text, style="dim", soft_wrap=True)
         )
     table = scaling(samples)
-    wanted = {len(turn.nodes) for turn in turns}
-    below = [one for one in table if floor is not None and one.n > 1 and one.efficiency < floor]
-    verdict = "below the floor" if below else "could not tell" if {one.n for one in table} != wanted else "measured"
+    told = verdict(table, {len(turn.nodes) for turn in turns}, floor)
     summary = {
         "schema": "r4090c.nightly/1",
         "id": night,
@@ -93,7 +91,7 @@ def run(
         "recipe": recipe,
         "repeats": repeats,
         "floor": floor,
-        "verdict": verdict,
+        "verdict": told,
         "scaling": [asdict(one) for one in table],
         "slow_nodes": [{"node": node, "share": share} for node, share in slow_nodes(samples)],
         "failed_runs": failed,
@@ -105,7 +103,7 @@ def run(
         _print(table, summary)
         if repeats < ENOUGH:
             console.print(f"{repeats} repeats: enough for a look; {ENOUGH} or more for a judgement", style="dim")
-    return Exit.FAILED if below else Exit.OK if verdict == "measured" else Exit.UNKNOWN
+    return {"measured": Exit.OK, "below the floor": Exit.FAILED, "could not tell": Exit.UNKNOWN}[told]
 
 
 def _print(table: tuple[object, ...], summary: dict[str, object]) -> None:

@@ -19,7 +19,6 @@ from netcheck.raw import Raw
 from r4090c.errors import Exit
 from tests.facts.samples import HERE, cluster_of, csv_answer, probe_result
 
-pytest_plugins = ["tests.lab.fixtures"]
 RUN = "from r4090c.cli import main; main()"
 SSHD = shutil.which("sshd", path="/usr/sbin:/sbin:/usr/bin:/bin")
 

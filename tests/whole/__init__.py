@@ -1,0 +1,1 @@
+"""The whole path for real: command line, SSH, agents, torchrun, DeepSpeed."""
