@@ -39,6 +39,8 @@ def parse_proc_mounts(text: str) -> tuple[Mount, ...]:
 
 def unescape(field: str) -> str:
     r"""Return `field` with the kernel's octal escapes decoded: \040 blank, \011 tab, \012 newline, \134 backslash."""
+    if "\\" not in field:
+        return field
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), field)
 
 

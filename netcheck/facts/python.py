@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from functools import lru_cache
 
 from netcheck.facts.question import Question, Reply, as_list, as_mapping, as_str
 from r4090c.errors import ParseError
@@ -30,12 +32,13 @@ def parse(reply: Reply) -> PythonFact:
         raise ParseError(f"{executable}: not a version: {version[:80]!r}")
     packages: dict[str, str] = {}
     for folder in as_list(answer.get("distributions"), f"distributions of {executable}"):
-        for name, found in packages_of([as_str(entry, executable) for entry in as_list(folder, executable)]).items():
+        for name, found in packages_of(tuple(as_str(entry, executable) for entry in as_list(folder, executable))).items():
             packages.setdefault(name, found)  # the first folder on the path is the one that is imported
     return PythonFact(executable=executable, version=version, packages=packages)
 
 
-def packages_of(entries: list[str]) -> dict[str, str]:
+@lru_cache(maxsize=16)  # the same environment on every node is the rule
+def packages_of(entries: tuple[str, ...]) -> Mapping[str, str]:
     """Return {normalized name: version} from the *.dist-info and *.egg-info of one folder.
 
     Names are normalized as in PEP 503. Two versions of one package side by side, what a broken upgrade leaves, are both told:

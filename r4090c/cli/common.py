@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -96,8 +96,10 @@ def choose_nodes(cluster: Cluster, wanted: str | None) -> tuple[Node, ...]:
 
 def to_jsonable(value: object) -> Any:
     """Return `value` with dataclasses, enums and tuples turned into what json can write."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
     if is_dataclass(value) and not isinstance(value, type):
-        return to_jsonable(asdict(value))
+        return {item.name: to_jsonable(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):
@@ -110,8 +112,8 @@ def to_jsonable(value: object) -> Any:
 
 
 def print_json(value: object) -> None:
-    """Print `value` as indented JSON on stdout."""
-    click.echo(json.dumps(to_jsonable(value), indent=2, ensure_ascii=False))
+    """Print `value` as JSON on stdout: indented for a person, on one line for a program."""
+    click.echo(json.dumps(to_jsonable(value), indent=2 if sys.stdout.isatty() else None, ensure_ascii=False))
 
 
 def out() -> Console:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from r4090c.cli.common import choose_nodes, cluster_option, err, json_option, load, nodes_option, out, print_json, to_jsonable
+from r4090c.cli.common import choose_nodes, cluster_option, err, json_option, load, nodes_option, out, print_json
 from r4090c.errors import Exit, UsageError
 
 if TYPE_CHECKING:
@@ -95,11 +95,7 @@ def _report(cluster: Cluster, raw: Raw, nodes: list[Node], facts: dict[str, Node
     """Return the JSON document: each fact as {"value", "error", "absent"}, exactly one of which is not null."""
     shown = {}
     for node in nodes:
-        values = to_jsonable(facts[node.name])
-        shown[node.name] = {
-            "reach": raw.reach[node.name],
-            "facts": {name: fact for name, fact in values.items() if name != "node"},
-        }
+        shown[node.name] = {"reach": raw.reach[node.name], "facts": dict(_facts_of(facts[node.name]))}
     return {"schema": "r4090c.facts/1", "cluster": cluster.name, "started_at": raw.started_at, "nodes": shown}
 
 

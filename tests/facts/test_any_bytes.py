@@ -114,7 +114,7 @@ def test_text_parsers(text: str) -> None:
     for parse in (mounts.parse_proc_mounts, gpus.parse_query, gpus.normalize_pci, parse_cpu_list, distribution):
         with contextlib.suppress(ParseError):
             parse(text)
-    assert all(isinstance(version, str) for version in packages_of([text, f"{text}-1.0.dist-info"]).values())
+    assert all(isinstance(version, str) for version in packages_of((text, f"{text}-1.0.dist-info")).values())
 
 
 @given(st.sets(st.integers(0, 2000), max_size=60))
