@@ -1,5 +1,5 @@
 """`python -m r4090c` is the command line."""
 
-from r4090c.cli import main
+from r4090c.cli import program
 
-main()
+program()

@@ -6,6 +6,7 @@ module reached from here.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -93,20 +94,23 @@ def cli(ctx: click.Context, cluster_file: str | None, verbose: int) -> None:
     ctx.obj = cluster_file
 
 
-def main() -> None:
-    """Run the command line and exit with the documented code (see `Exit`).
+def program() -> None:
+    """Be the program `r4090c`: run the command line and end the process at once with the documented code (see `Exit`).
 
-    The process ends at once when the command has: whatever needs an orderly end (fleets, clusters, files) is a context manager,
-    and neither threads that wait for a silent node nor 40 ms of interpreter teardown are worth anybody's time.
+    Whatever needs an orderly end (fleets, clusters, files) is a context manager, and neither threads that wait for a silent node nor
+    40 ms of interpreter teardown are worth anybody's time.
     """
     gc.set_threshold(50_000, 20, 50)  # short-lived: the default makes dozens of passes over imported modules
     code = _run()
-    try:
+    with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()
-    except BrokenPipeError:
-        pass
     os._exit(code)
+
+
+def main() -> None:
+    """Run the command line and raise SystemExit with the documented code."""
+    sys.exit(_run())
 
 
 def _run() -> int:
