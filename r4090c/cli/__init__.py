@@ -97,7 +97,7 @@ def cli(ctx: click.Context, cluster_file: str | None, verbose: int) -> None:
 def program() -> None:
     """Be the program `r4090c`: run the command line and end the process at once with the documented code (see `Exit`).
 
-    Whatever needs an orderly end (fleets, clusters, files) is a context manager, and neither threads that wait for a silent node nor
+    Whatever needs an orderly end (fleets, clusters, files) is a context manager; neither threads that wait for a silent node nor
     40 ms of interpreter teardown are worth anybody's time.
     """
     gc.set_threshold(50_000, 20, 50)  # short-lived: the default makes dozens of passes over imported modules
