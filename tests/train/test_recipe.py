@@ -1,0 +1,114 @@
+"""The recipe: reading, mistakes, learning rate, and the DeepSpeed configuration made from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from train.errors import Stop
+from train.recipe import Recipe, deepspeed_config, read_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "train" / "recipes" / "tiny.yaml"
+GOLDEN = ROOT / "tests" / "golden" / "recipe-tiny.json"
+ZERO2 = ROOT / "ds_configs" / "zero2.json"
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return read_recipe(TINY)
+
+
+def test_tiny_resolves_to_the_golden_json(recipe: Recipe) -> None:
+    assert yaml.safe_load(TINY.read_text()) == json.loads(GOLDEN.read_text())
+    assert read_recipe(GOLDEN) == recipe
+    assert list(json.loads(GOLDEN.read_text())) == list(Recipe.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        ("stepz", 3, "stepz: Extra inputs are not permitted (got 3)"),
+        ("steps", 0, "steps: Input should be greater than 0 (got 0)"),
+        ("optimizer.lr", "fast", "optimizer.lr: Input should be a valid number"),
+        ("optimizer.name", "muon", "optimizer.name: Input should be 'adamw' (got 'muon')"),
+        ("precision", "fp8", "precision: Input should be 'auto', 'fp32', 'bf16' or 'fp16' (got 'fp8')"),
+        ("data.sources", [], "data.sources: List should have at least 1 item"),
+        ("model.config.vocab_size", 100, "model.config.vocab_size is 100; expected at least 256"),
+    ],
+)
+def test_a_mistake_is_one_line_naming_file_key_and_value(tmp_path: Path, path: str, value: Any, told: str) -> None:
+    content = json.loads(GOLDEN.read_text())
+    *parents, key = path.split(".")
+    place = content
+    for parent in parents:
+        place = place[parent]
+    place[key] = value
+    file = tmp_path / "wrong.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(Stop) as caught:
+        read_recipe(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_missing_file_and_broken_json_are_told(tmp_path: Path) -> None:
+    with pytest.raises(Stop, match="No such file"):
+        read_recipe(tmp_path / "none.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(Stop, match=r"broken.json: Expecting"):
+        read_recipe(tmp_path / "broken.json")
+
+
+def test_learning_rate_warms_up_to_the_peak_and_ends_at_its_ratio(recipe: Recipe) -> None:
+    rates = [recipe.learning_rate(step) for step in range(1, recipe.steps + 1)]
+    warmup, peak = recipe.schedule.warmup_steps, recipe.optimizer.lr
+    assert rates[:warmup] == pytest.approx([peak * step / warmup for step in range(1, warmup + 1)])
+    assert rates[warmup - 1] == peak == max(rates)
+    assert all(later < earlier for earlier, later in zip(rates[warmup - 1 :], rates[warmup:], strict=False))
+    assert rates[-1] == pytest.approx(peak * recipe.schedule.min_lr_ratio)
+    middle = warmup + (recipe.steps - warmup) / 2
+    halfway = (recipe.learning_rate(int(middle)) + recipe.learning_rate(int(middle) + 1)) / 2
+    assert halfway == pytest.approx(peak * (1 + recipe.schedule.min_lr_ratio) / 2, rel=1e-6)
+
+
+def test_no_warmup_starts_at_the_peak_side(recipe: Recipe) -> None:
+    schedule = recipe.schedule.model_copy(update={"warmup_steps": 0})
+    rate = recipe.model_copy(update={"schedule": schedule}).learning_rate(1)
+    assert 0.99 * recipe.optimizer.lr < rate < recipe.optimizer.lr
+
+
+def test_deepspeed_config_is_the_file_plus_what_the_recipe_decides(recipe: Recipe) -> None:
+    config = deepspeed_config(recipe, ZERO2, world_size=8, precision="bf16")
+    written = json.loads(ZERO2.read_text())
+    assert {key: config[key] for key in written} == written
+    assert {key: config[key] for key in config if key not in written} == {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "train_batch_size": 32,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+    }
+    assert config["zero_optimization"]["stage"] == 2
+    assert config["zero_optimization"]["reduce_bucket_size"] == config["zero_optimization"]["allgather_bucket_size"] == 50_000_000
+
+
+def test_deepspeed_file_may_leave_it_to_the_recipe_but_not_contradict_it(recipe: Recipe, tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"gradient_clipping": "auto", "fp16": {"enabled": "auto", "initial_scale_power": 8}}))
+    config = deepspeed_config(recipe, file, 2, "fp16")
+    assert config["gradient_clipping"] == 1.0
+    assert config["fp16"] == {"enabled": True, "initial_scale_power": 8}
+    for wrong in ({"gradient_clipping": 5.0}, {"train_batch_size": 7}, {"bf16": {"enabled": True}}, {"fp16": True}):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(Stop, match=rf"mine.json: {next(iter(wrong))} is .* as the recipe says"):
+            deepspeed_config(recipe, file, 2, "fp32")
+    with pytest.raises(Stop, match=r"none.json"):
+        deepspeed_config(recipe, tmp_path / "none.json", 2, "fp32")

@@ -1,0 +1,179 @@
+"""Checkpoints that are either whole or not there, whatever moment the run is killed at.
+
+    checkpoints/
+      step_00000020/            appears by one rename, after every rank has finished writing
+        complete                the manifest: files and sizes, step, world size, data, recipe
+        state/…                 DeepSpeed's own files
+      step_00000040.partial/    being written, or left over from a kill
+      latest                    the name of the newest complete one, for people and tools
+
+A folder that is not complete is never read, and rank 0 removes it at the next start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.errors import Stop
+from train.metrics import replace_file
+from train.recipe import Recipe
+
+STATE = "state"
+"""DeepSpeed's tag: the folder below ours that it writes."""
+
+COMPLETE = "complete"
+
+_OURS = re.compile(r"step_(\d{8})(\.partial)?")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The optimizer step after which it was saved."""
+        return int(self.manifest["step"])
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after `step`."""
+    return checkpoints / f"step_{step:08d}"
+
+
+def read_complete(folder: Path) -> Saved | None:
+    """Return the checkpoint in `folder`, None when it is not whole: no manifest, or a file missing or of another size."""
+    try:
+        manifest = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
+        whole = all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
+        return Saved(folder, manifest) if whole and folder == folder_of(folder.parent, manifest["step"]) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def all_complete(checkpoints: Path) -> list[Saved]:
+    """Return the complete checkpoints, oldest first."""
+    folders = sorted(checkpoints.glob("step_*")) if checkpoints.is_dir() else []
+    return [saved for folder in folders if (saved := read_complete(folder))]
+
+
+def remove_half_ones(checkpoints: Path) -> list[str]:
+    """Remove what a killed run left behind; return the names. Only folders with our own names are touched. Rank 0 alone."""
+    folders = sorted(checkpoints.glob("step_*")) if checkpoints.is_dir() else []
+    half = [folder for folder in folders if _OURS.fullmatch(folder.name) and not read_complete(folder)]
+    for folder in half:
+        _remove(folder)
+    return [folder.name for folder in half]
+
+
+def find_start(checkpoints: Path, recipe: Recipe, world_size: int, data_sha256: str) -> Saved | None:
+    """Return the checkpoint to continue from, None to start anew. Raises Stop when it cannot be continued."""
+    complete = all_complete(checkpoints)
+    if not complete:
+        return None
+    newest = complete[-1]
+    if not recipe.resume:
+        raise Stop(
+            newest.folder,
+            "the run folder already has this checkpoint and the recipe says resume: false",
+            "an empty run folder",
+            "set resume: true to continue, or give another --run-dir",
+        )
+    require_same(newest, recipe, world_size, data_sha256)
+    return newest
+
+
+def require_same(saved: Saved, recipe: Recipe, world_size: int, data_sha256: str) -> None:
+    """Raise Stop unless a run with this world size, data and model can continue from `saved`."""
+    manifest, file = saved.manifest, saved.folder / COMPLETE
+    if manifest["world_size"] != world_size:
+        raise Stop(
+            file,
+            f"saved by {manifest['world_size']} ranks, this run has {world_size}",
+            f"{manifest['world_size']} ranks: ZeRO shards load only at the same number",
+            f"start {manifest['world_size']} ranks, or begin anew with another --run-dir",
+        )
+    if manifest["data_sha256"] != data_sha256:
+        raise Stop(
+            file,
+            f"trained on data {manifest['data_sha256'][:12]}, this run has data {data_sha256[:12]}",
+            "the same data, so that the run continues where it stopped",
+            "give the old --data-dir and data.sources, or begin anew with another --run-dir",
+        )
+    model = recipe.model.model_dump(mode="json")
+    if manifest["recipe"]["model"] != model:
+        before, now = manifest["recipe"]["model"]["config"], model["config"]
+        keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+        raise Stop(
+            file,
+            "another model: " + ", ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys),
+            "the same model",
+            "restore it in the recipe, or begin anew with another --run-dir",
+        )
+
+
+def changed_keys(saved: Saved, recipe: Recipe) -> list[str]:
+    """Return the keys of the recipe that differ from the one that was saved."""
+    now = recipe.model_dump(mode="json")
+    return sorted(key for key in now if now[key] != saved.manifest["recipe"].get(key))
+
+
+def save(
+    checkpoints: Path,
+    step: int,
+    write_state: Callable[[Path], None],
+    barrier: Callable[[], None],
+    rank: int,
+    manifest: dict[str, Any],
+    keep: int,
+) -> None:
+    """Save after `step`. Every rank calls this; the others go on when all have written, rank 0 then completes it.
+
+    `write_state(folder)` writes this rank's files below `folder`/STATE. Only rank 0 makes, renames and removes folders.
+    """
+    partial = checkpoints / f"step_{step:08d}.partial"
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / STATE).mkdir(parents=True)
+    barrier()
+    write_state(partial)
+    barrier()
+    if rank == 0:
+        _flush_to_disk(partial)
+        files = {str(file.relative_to(partial)): file.stat().st_size for file in sorted(partial.rglob("*")) if file.is_file()}
+        replace_file(partial / COMPLETE, json.dumps({"step": step, **manifest, "files": files}, indent=1))
+        folder = folder_of(checkpoints, step)
+        if folder.exists():
+            _remove(folder)
+        partial.rename(folder)
+        replace_file(checkpoints / "latest", folder.name + "\n")
+        for old in all_complete(checkpoints)[:-keep]:
+            _remove(old.folder)
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """Make sure that what was written survives a power cut before the checkpoint is called complete.
+
+    One rank is enough: files of ranks on this machine lie in its page cache, and NFS clients flushed theirs on closing them.
+    """
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint; it stops being complete first, so that a kill meanwhile leaves a half one."""
+    (folder / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(folder)

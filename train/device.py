@@ -1,0 +1,55 @@
+"""Where this rank computes: the only place that tells a GPU from a CPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from train.errors import Stop
+
+
+@dataclass(frozen=True)
+class Device:
+    """`name` is torch's device string; `backend` carries the collectives."""
+
+    kind: Literal["cuda", "cpu"]
+    name: str
+    backend: Literal["nccl", "gloo"]
+
+
+def choose_device(local_rank: int) -> Device:
+    """Return the GPU of this local rank, or the CPU where torch sees no GPU at all. Tells DeepSpeed the same.
+
+    R4090C_DEVICE=cpu takes the CPU in spite of GPUs. Raises Stop when there are GPUs but too few for this rank.
+    """
+    gpus = 0 if os.environ.get("R4090C_DEVICE") == "cpu" else torch.cuda.device_count()
+    if gpus == 0:
+        device = Device("cpu", "cpu", "gloo")
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    elif local_rank < gpus:
+        device = Device("cuda", f"cuda:{local_rank}", "nccl")
+        torch.cuda.set_device(local_rank)
+    else:
+        expected = f"at most {gpus} ranks on this node, torch sees that many GPUs"
+        raise Stop(f"local rank {local_rank}", "has no GPU", expected, "start fewer ranks, or look at CUDA_VISIBLE_DEVICES")
+    os.environ["DS_ACCELERATOR"] = device.kind
+    return device
+
+
+def choose_precision(wanted: str, device: Device) -> str:
+    """Return fp32, bf16 or fp16. "auto" is bf16 on a GPU that has it (every RTX 4090), fp32 on a CPU."""
+    if wanted == "auto":
+        if device.kind == "cpu":
+            return "fp32"
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    if wanted == "fp16" and device.kind == "cpu":
+        raise Stop("recipe precision", "fp16 on a CPU", "fp32, bf16 or auto: DeepSpeed has no fp16 there", "change the recipe")
+    return wanted
+
+
+def memory_peak_gib(device: Device) -> float | None:
+    """Return the most GPU memory this rank's tensors took so far, None on a CPU."""
+    return round(torch.cuda.max_memory_allocated() / 2**30, 3) if device.kind == "cuda" else None

@@ -1,0 +1,13 @@
+"""The one error a user is meant to read."""
+
+from __future__ import annotations
+
+WRONG_INPUT, FAILED = 2, 1
+
+
+class Stop(Exception):
+    """Ends this rank with one line: the culprit, what was observed, what was expected, and what to do."""
+
+    def __init__(self, culprit: object, observed: str, expected: str, remedy: str, exit_code: int = WRONG_INPUT) -> None:
+        super().__init__(f"{culprit}: {observed}; expected {expected}; {remedy}".replace("\n", " "))
+        self.exit_code = exit_code

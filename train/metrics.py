@@ -1,0 +1,98 @@
+"""What a run tells the outside while it runs: metrics.jsonl, heartbeats and the lines of the rank log.
+
+Nothing is ever half there: a heartbeat is replaced as a whole, a line of metrics is one write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+Phase = Literal["import", "init", "train", "checkpoint", "done"]
+
+HEARTBEAT_EVERY_S = 1.0
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write `text` to `file` in one piece: readers see the old content or the new, also on NFS and after a kill."""
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(file)
+
+
+class Heartbeat:
+    """The file `heartbeats/<rank>.json`: rank, phase, step and time. Written on a new phase, else at most once a second."""
+
+    def __init__(self, run: Path, rank: int) -> None:
+        self.file = run / "heartbeats" / f"{rank}.json"
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.rank, self.phase, self.step, self.written_at_s = rank, "", 0, 0.0
+
+    def beat(self, phase: Phase, step: int | None = None) -> None:
+        """Say that this rank is alive, in `phase`, and has finished `step`."""
+        now_s = time.time()
+        self.step = self.step if step is None else step
+        if phase == self.phase and 0 <= now_s - self.written_at_s < HEARTBEAT_EVERY_S:
+            return
+        self.phase, self.written_at_s = phase, now_s
+        beat = {"rank": self.rank, "phase": phase, "step": self.step, "time": round(now_s, 3)}
+        replace_file(self.file, json.dumps(beat) + "\n")
+
+
+class Metrics:
+    """The file `metrics.jsonl`, one object an optimizer step; global rank 0 alone writes it."""
+
+    def __init__(self, run: Path, resumed_at: int) -> None:
+        """Open the file for appending; lines beyond step `resumed_at` will be written again and are dropped."""
+        file = run / "metrics.jsonl"
+        if file.exists():
+            text = file.read_text(encoding="utf-8")
+            kept = keep_until(text, resumed_at)
+            if kept != text:
+                replace_file(file, kept)
+        self.file = file.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one line, and let readers see it at once."""
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+
+
+def metrics_line(
+    step: int,
+    tokens_per_step: int,
+    loss: float,
+    grad_norm: float,
+    lr: float,
+    step_time_s: float,
+    data_time_s: float,
+    gpu_mem_gib: float | None,
+) -> dict[str, Any]:
+    """Return one line of metrics.jsonl (contract, pinned by tests/golden/metrics.jsonl); `tokens` counts from step 1."""
+    line = {
+        "step": step,
+        "tokens": step * tokens_per_step,
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "step_time_s": round(step_time_s, 6),
+        "data_time_s": round(data_time_s, 6),
+        "tokens_per_s": round(tokens_per_step / step_time_s, 1),
+        "time": round(time.time(), 3),
+    }
+    return line if gpu_mem_gib is None else {**line, "gpu_mem_gib": gpu_mem_gib}
+
+
+def keep_until(text: str, step: int) -> str:
+    """Return the lines of metrics whose step is at most `step`; a torn line (a kill while writing) is dropped."""
+    kept = []
+    for line in text.splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, TypeError, KeyError):
+            continue
+    return "".join(kept)
