@@ -465,7 +465,7 @@ def report(record: Record, names: list[str]) -> None:
     heading = ["launcher", "runs", "to the first step s", f"/ {TORCHRUN}", "to the end s", f"/ {TORCHRUN}"]
     sets = MODELS[str(record.about["model"])]
     changed = f" with `{' '.join(sets)}`" if sets else ""
-    job = f"Recipe `tiny`{changed}, {record.about['steps']} steps, {NODES} nodes, a rank each, on the CPU (gloo), a checkpoint at the end."
+    job = f"Recipe `tiny`{changed}, {record.about['steps']} steps, {NODES} nodes, a rank each, on the CPU (gloo), one checkpoint."
     record.finish("Launch", f"{job}\n\n{table(heading, rows)}", goals)
 
 
