@@ -73,7 +73,23 @@ def _share(cores: Sequence[tuple[int, ...]], position: int, parts: int) -> Seque
     return cores[start:end]
 
 
-def rank_numa(gpus: Sequence[Gpu], nproc: int) -> tuple[int | None, ...]:
-    """Return the NUMA node of each rank's GPU: rank k drives GPU k in PCI order; None where there is no GPU."""
+def rank_numa(gpus: Sequence[Gpu], nproc: int, visible: Sequence[str] | None = None) -> tuple[int | None, ...]:
+    """Return the NUMA node of each rank's GPU; None where it is not known. Rank k drives the k-th visible GPU in PCI order.
+
+    `visible`: what CUDA_VISIBLE_DEVICES lists, indices in PCI order or beginnings of UUIDs; None = all. As CUDA does, the
+    list ends at the first entry that is no GPU.
+    """
     by_pci = sorted(gpus, key=lambda gpu: gpu.pci)
+    if visible is not None:
+        chosen: list[Gpu] = []
+        for entry in visible:
+            found = [
+                gpu
+                for place, gpu in enumerate(by_pci)
+                if entry == str(place) or (entry[:1] == "G" and gpu.uuid.startswith(entry))
+            ]
+            if len(found) != 1:
+                break
+            chosen += found
+        by_pci = chosen
     return tuple(by_pci[rank].numa if rank < len(by_pci) else None for rank in range(nproc))

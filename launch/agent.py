@@ -8,15 +8,21 @@ Standard library only, Python >= 3.8: it is run by the node's own python3. One p
   controller is gone;
 - ends what it started by TERM, a grace, then KILL: by descent, never by name; torchrun and the ranks carry PR_SET_PDEATHSIG,
   so that a killed agent takes them along;
-- writes its state to a node-local folder first (a hung NFS must not stop it) and from a thread to the shared run folder.
+- touches the shared run folder from threads only: a hung NFS must not stop it. Its own state is in a node-local folder.
 
 Commands: `start` (request on stdin; daemonizes, answers its pid) and `follow` (prints state changes and new lines as JSON).
 `main(request)` serves what the controller asks over `Shell.ask`: `prepare`, `stop`, `state`.
+
+Events, each with time, attempt and node: started, finished, rank-failed, torchrun-killed, torchrun-failed, start-failed,
+agent-error, agent-lost, node-lost, stopped, left-running. launch/diagnose.py names the first cause from them.
 """
 
+from __future__ import annotations
+
+import contextlib
 import ctypes
 import errno
-import getpass
+import fcntl
 import hashlib
 import json
 import os
@@ -29,130 +35,208 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, TypeVar
 
+Json = Dict[str, Any]
+T = TypeVar("T")
+
+LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # include/uapi/linux/prctl.h
+PIDFD_OPEN = 434  # system call number, the same on every architecture; Linux >= 5.3
 TICK_S = 0.1
 BEAT_S = 1.0
 SHARED_WRITE_S = 2.0
 KILL_WAIT_S = 5.0  # est.: SIGKILL takes effect at once except in uninterruptible sleep, which nothing ends
+CONNECT_S = 1.0  # est.: one try to reach the lead; the next follows at once
+LINGER_S = 5.0  # est.: what an ending lead waits for members that have not told their end
+STRANGER_S = 5.0  # est.: what a connection to the gang port gets to say who it is
+MOST_STRANGERS = 64  # keeps a port scanner from using up our descriptors
+MOST_UNSENT = MOST_LINE = 1 << 20  # bytes; an event with its log lines has 10 KB
+SHARED_READ_S = 3.0  # est.: reading the end of a log from an NFS that works
+START_S = 10.0  # est.: a loaded node starts python in a second or two
+LOCK_S = 12.0  # a `start` going on takes at most START_S
+STUCK_S = 60  # a follower whose reader takes nothing for this long ends
+LOG_TAIL = 4000  # bytes of a log that go into an event
+LOST_ROUTE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 MARK_RUN, MARK_NODE = "R4090C_RUN", "R4090C_NODE"
+KEPT_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR")
 
 # ----------------------------------------------------------------------------- files on the node
 
 
-def local_folder(run_id, node):
-    """Return the node-local state folder `/tmp/r4090c-<uid>/<run>/<node>`, made private to this account.
+def local_path(run_id: str, node: str) -> str:
+    """Return the node-local state folder `/tmp/r4090c-<uid>/<run>/<node>`."""
+    return os.path.join("/tmp/r4090c-%d" % os.getuid(), run_id, node)
 
-    Raises OSError when somebody else owns the top folder.
-    """
+
+def local_folder(run_id: str, node: str) -> str:
+    """Return `local_path`, made, and private to this account. Raises OSError, also when somebody else owns the top folder."""
     top = "/tmp/r4090c-%d" % os.getuid()
     os.makedirs(top, mode=0o700, exist_ok=True)
     info = os.lstat(top)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise OSError(errno.EPERM, "%s belongs to somebody else" % top)
+        raise OSError(errno.EPERM, "belongs to somebody else", top)
     os.chmod(top, 0o700)
-    folder = os.path.join(top, run_id, node)
+    folder = local_path(run_id, node)
     os.makedirs(folder, mode=0o700, exist_ok=True)
     return folder
 
 
-def write_json(path, value):
-    """Write `value` to `path`, aside first, then renamed: a reader never sees half."""
-    aside = "%s.tmp%d" % (path, os.getpid())
-    with open(aside, "w") as handle:
-        json.dump(value, handle)
-    os.replace(aside, path)
-
-
-def read_json(path):
-    """Return the JSON in `path`, None when it is absent or not whole."""
+def write_text(path: str, text: str) -> None:
+    """Write `text` to `path`, aside first, then renamed: a reader never sees half. Raises OSError that names the path."""
+    aside = path + ".tmp"
     try:
-        with open(path) as handle:
-            return json.load(handle)
+        with open(aside, "w", encoding="utf-8") as handle:
+            handle.write(text)
+        os.replace(aside, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
+
+
+def read_json(path: str) -> Optional[Json]:
+    """Return the JSON object in `path`, None when it is absent or not whole."""
+    try:
+        with open(path, encoding="utf-8") as handle:
+            found = json.load(handle)
     except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) else None
 
 
-def tree_digest(root):
-    """Return the sha256 over names and contents of all files below `root` (hex), None when it is not there.
+def tail(path: str, limit: int) -> str:
+    """Return the last `limit` bytes of a text file, "" when it cannot be read."""
+    try:
+        with open(path, "rb") as handle:
+            handle.seek(0, os.SEEK_END)
+            handle.seek(max(0, handle.tell() - limit))
+            return handle.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
 
-    launch/sync.py computes the same over what it sends.
+
+def within(seconds: float, work: Callable[[], T], otherwise: T) -> T:
+    """Return `work()`, or `otherwise` when it takes longer: how to touch a file system that may hang."""
+    answers: List[T] = []
+    thread = threading.Thread(target=lambda: answers.append(work()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else otherwise
+
+
+@contextlib.contextmanager
+def held(path: str, patience_s: float) -> Iterator[None]:
+    """Hold the lock file `path`. Raises TimeoutError when another process has it for longer than `patience_s`, OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(errno.ETIMEDOUT, "another start or stop of this run is going on", path) from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def tree_digest(root: str, names: Optional[Iterable[str]] = None) -> Optional[str]:
+    """Return the sha256 over names and contents of the files below `root` (hex), None when it, or one of them, cannot be read.
+
+    `names` None = all files but byte code. With names, files that a script left in the tree do not count. launch/sync.py
+    computes the same over what it sends. Bytes throughout: file names need not be text, and locales differ.
     """
-    if not os.path.isdir(root):
+    top = os.fsencode(root)
+    if not os.path.isdir(top):
         return None
+    if names is None:
+        found = []
+        for folder, folders, files in os.walk(top):
+            folders[:] = [name for name in folders if name != b"__pycache__"]
+            found += [os.path.relpath(os.path.join(folder, name), top) for name in files]
+    else:
+        found = [name.encode("utf-8", "surrogateescape") for name in names]
     total = hashlib.sha256()
-    names = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name != "__pycache__"]
-        names += [os.path.relpath(os.path.join(folder, name), root) for name in files]
-    for name in sorted(names):
-        with open(os.path.join(root, name), "rb") as handle:
-            content = hashlib.sha256(handle.read()).hexdigest()
-        total.update(("%s\0%s\n" % (name, content)).encode())
+    for path in sorted(found):
+        try:
+            with open(os.path.join(top, path), "rb") as handle:
+                content = hashlib.sha256(handle.read()).hexdigest()
+        except OSError:
+            return None
+        total.update(path + b"\0" + content.encode() + b"\n")
     return total.hexdigest()
 
 
 # ----------------------------------------------------------------------------- processes
 
 
-def prctl(option, value):
-    """Call prctl(2); Linux only. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(%d, %d)" % (option, value))
+class Stat(NamedTuple):
+    """The fields of /proc/<pid>/stat we need. `start`: ticks since boot; `exit_status`: as of wait(2), of a zombie."""
+
+    state: str
+    parent: int
+    start: int
+    exit_status: int
 
 
-def stat_fields(pid):
-    """Return (state, parent pid, start time in ticks) of `pid`, None when it is gone."""
+def stat_of(pid: int) -> Optional[Stat]:
+    """Return the Stat of `pid`, None when it is gone."""
     try:
-        with open("/proc/%d/stat" % pid) as handle:
-            fields = handle.read().rpartition(")")[2].split()
+        with open("/proc/%d/stat" % pid, "rb") as handle:
+            fields = handle.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return fields[0], int(fields[1]), int(fields[19])
+    return Stat(fields[0].decode(), int(fields[1]), int(fields[19]), int(fields[49]))
 
 
-def all_pids():
+def living(found: Optional[Stat]) -> bool:
+    """True when there is a process and it is not a zombie."""
+    return found is not None and found.state not in "ZX"
+
+
+def all_pids() -> List[int]:
     """Return the pids of this pid namespace."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def descendants(root):
+def descendants(root: int) -> List[int]:
     """Return the living (not zombie) pids below `root`."""
-    parents = {}
+    stats = {}
     for pid in all_pids():
-        fields = stat_fields(pid)
-        if fields is not None:
-            parents[pid] = fields
+        found = stat_of(pid)
+        if found is not None:
+            stats[pid] = found
     below, grown = {root}, True
     while grown:
-        more = {pid for pid, fields in parents.items() if fields[1] in below and pid not in below}
+        more = {pid for pid, found in stats.items() if found.parent in below and pid not in below}
         grown = bool(more)
         below |= more
-    return sorted(pid for pid in below - {root} if parents.get(pid, ("Z",))[0] not in "ZX")
+    return sorted(pid for pid in below - {root} if living(stats.get(pid)))
 
 
-def marked(run_id, node=None):
+def marked(run_id: str, node: Optional[str] = None) -> List[int]:
     """Return the living pids of this account whose environment says they belong to `run_id` (and `node`)."""
-    want = ("%s=%s" % (MARK_RUN, run_id)).encode()
-    want_node = ("%s=%s" % (MARK_NODE, node)).encode() if node else None
+    want = {os.fsencode("%s=%s" % (MARK_RUN, run_id))}
+    if node:
+        want.add(os.fsencode("%s=%s" % (MARK_NODE, node)))
     found = []
     for pid in all_pids():
         if pid == os.getpid():
             continue
         try:
             with open("/proc/%d/environ" % pid, "rb") as handle:
-                environment = handle.read().split(b"\0")
+                environment = set(handle.read().split(b"\0"))
         except OSError:
             continue
-        if want in environment and (want_node is None or want_node in environment):
-            fields = stat_fields(pid)
-            if fields is not None and fields[0] not in "ZX":
-                found.append(pid)
+        if want <= environment and living(stat_of(pid)):
+            found.append(pid)
     return found
 
 
-def send_signal(pids, number):
+def send_signal(pids: Iterable[int], number: int) -> None:
     """Send a signal to each of `pids` that is still there."""
     for pid in pids:
         try:
@@ -161,56 +245,65 @@ def send_signal(pids, number):
             pass
 
 
-def end_all(find, grace_s, kill_wait_s=KILL_WAIT_S):
+def exit_code(status: int) -> int:
+    """Return the exit code of a wait(2) status; negative = the signal that ended it."""
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def reap() -> Dict[int, int]:
+    """Collect every dead child and return pid -> exit code."""
+    ended: Dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = exit_code(status)
+
+
+def end_all(find: Callable[[], List[int]], grace_s: float, pause: Callable[[float], None] = time.sleep) -> List[int]:
     """End every process `find()` returns: TERM, `grace_s`, then KILL until none is left. Return the pids that would not go."""
     send_signal(find(), signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline:
-        reap()
-        if not find():
-            return []
-        time.sleep(0.05)
-    deadline = time.monotonic() + kill_wait_s
-    left = find()
-    while left and time.monotonic() < deadline:
-        send_signal(left, signal.SIGKILL)
-        time.sleep(0.05)
+    grace_until = time.monotonic() + grace_s
+    give_up_at = grace_until + KILL_WAIT_S
+    while True:
         reap()
         left = find()
-    return left
+        now = time.monotonic()
+        if not left or now > give_up_at:
+            return left
+        if now > grace_until:
+            send_signal(left, signal.SIGKILL)
+        pause(0.05)
 
 
-def reap(keep=()):
-    """Collect dead children that nobody waits for, except those in `keep`."""
-    for pid in all_pids():
-        fields = stat_fields(pid)
-        if fields is not None and fields[0] == "Z" and fields[1] == os.getpid() and pid not in keep:
-            try:
-                os.waitpid(pid, os.WNOHANG)
-            except OSError:
-                pass
+def pidfd(pid: int) -> Optional[int]:
+    """Return a descriptor that becomes readable when `pid` ends, None where the kernel has none. Closed on exec."""
+    found = int(LIBC.syscall(PIDFD_OPEN, pid, 0))
+    return found if found >= 0 else None
+
+
+def oom_kills() -> Optional[int]:
+    """Return how many processes the kernel has ended for want of memory since boot, None when it does not say."""
+    match = re.search(r"^oom_kill (\d+)$", tail("/proc/vmstat", 1 << 16), re.MULTILINE)
+    return int(match.group(1)) if match else None
 
 
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+CLOSING = "closing signal SIG"
+SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
+"""What torchrun logs: its first failed rank; that it ends the other ranks; that it was itself asked to end.
+
+torch/distributed/elastic/multiprocessing/api.py, torch 2.4 to 2.13.
+"""
 
 
-def failed_ranks(text):
-    """Return [(local_rank, pid, exit code)] of the first failure torchrun's log tells; a negative code is a signal."""
-    found = []
-    for code, local_rank, pid in FAILED.findall(text):
-        found.append((int(local_rank), int(pid), int(code)))
-    return found
-
-
-def tail(path, limit=8192):
-    """Return the last `limit` bytes of a text file, "" when it cannot be read."""
-    try:
-        with open(path, "rb") as handle:
-            handle.seek(0, os.SEEK_END)
-            handle.seek(max(0, handle.tell() - limit))
-            return handle.read().decode(errors="replace")
-    except OSError:
-        return ""
+def failed_rank(text: str) -> Optional[Tuple[int, int, int]]:
+    """Return (local_rank, pid, exit code) of the first failure torchrun's log tells; a negative code is a signal."""
+    match = FAILED.search(text)
+    return (int(match.group(2)), int(match.group(3)), int(match.group(1))) if match else None
 
 
 # ----------------------------------------------------------------------------- the gang
@@ -219,32 +312,63 @@ def tail(path, limit=8192):
 class Peer:
     """One TCP connection of the gang, speaking JSON lines; never blocks."""
 
-    def __init__(self, connection, name=None):
+    def __init__(self, connection: socket.socket, name: str = "") -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
         self.name = name
-        self.heard = time.monotonic()
-        self.closed = False
-        self._in = b""
+        self.since = self.heard = time.monotonic()
+        self.closed = False  # the other side will say no more
+        self.mute = False  # the network took it away: silence, so the lease decides
+        self.finished = False  # we will say no more
+        self._in = self._out = b""
 
-    def send(self, message):
-        """Send one message; a connection that cannot take it is as good as closed."""
-        try:
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
-                self.closed = True
+    @property
+    def unsent(self) -> bool:
+        """True when something waits to be sent."""
+        return bool(self._out) and not self.mute
 
-    def receive(self):
-        """Return the messages that came in; sets `closed` at end of file."""
+    def send(self, message: Json) -> None:
+        """Send one message, what the socket does not take now later."""
+        if not self.finished and len(self._out) < MOST_UNSENT:
+            self._out += json.dumps(message).encode() + b"\n"
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket takes it. An error is left to `receive`, after what came in before it."""
+        while self._out:
+            try:
+                sent = self.connection.send(self._out)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self.mute = self.mute or error.errno in LOST_ROUTE
+                self._out = b""
+                return
+            self._out = self._out[sent:]
+
+    def finish(self) -> None:
+        """Tell the other side that nothing more comes."""
+        if not self.finished:
+            self.finished = True
+            try:
+                self.connection.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass
+
+    def receive(self) -> List[Json]:
+        """Return the messages that came in; sets `closed` at end of file. What is not a JSON object is {}."""
+        if self.closed or self.mute:
+            return []
         try:
             chunk = self.connection.recv(65536)
         except (BlockingIOError, InterruptedError):
             return []
         except OSError as error:
-            # ETIMEDOUT and unreachable are silence (the lease decides); a reset is the peer's kernel saying the process is gone.
-            if error.errno not in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
+            # A lost route is silence; a reset is the peer's kernel saying that the process is gone.
+            if error.errno in LOST_ROUTE:
+                self.mute = True
+            else:
                 self.closed = True
             return []
         if not chunk:
@@ -253,485 +377,656 @@ class Peer:
         self.heard = time.monotonic()
         lines = (self._in + chunk).split(b"\n")
         self._in = lines.pop()
-        if len(self._in) > 1 << 20:
-            self.closed = True
+        if len(self._in) > MOST_LINE:
+            self._in = b""
+            lines.append(b"")
         messages = []
         for line in lines:
             try:
                 message = json.loads(line.decode())
-            except ValueError:
-                continue
-            if isinstance(message, dict):
-                messages.append(message)
+            except (ValueError, RecursionError):
+                message = {}
+            messages.append(message if isinstance(message, dict) else {})
         return messages
 
-    def close(self):
+    def close(self) -> None:
         """Close the connection."""
+        self.closed = True
         try:
             self.connection.close()
         except OSError:
             pass
 
 
-class Agent:
-    """The agent of one node in one attempt."""
+class Loss(NamedTuple):
+    """A broken gang: kind agent-lost or node-lost, which peer, and what was seen."""
 
-    def __init__(self, request):
-        plan = self.plan = request["plan"]
-        self.name = request["node"]
-        self.token = request["token"]
-        self.mine = next(node for node in plan["nodes"] if node["name"] == self.name)
-        self.secrets = request.get("secrets", {}).get(self.name, {})
-        self.lead = self.mine["node_rank"] == 0
-        self.gang = plan["gang"]
-        self.run_root = plan["run_dir"]
-        self.folder = local_folder(plan["run_id"], self.name)
-        self.log = os.path.join(self.run_root, "attempt_%d" % plan["attempt"], "torchrun-%s.log" % self.name)
-        self.torchrun = None
-        self.listener = None
-        self.peers = {}
-        self.strangers = []
-        self.uplink = None
-        self.done = set()  # nodes whose torchrun ended well
-        self.ending = None  # the cause, once the attempt is being ended
-        self.asked_to_stop = None
-        self.last_beat = 0.0
-        self.events = []
-        self.ranks = {}
-        self.changed = threading.Event()
-        self.lock = threading.Lock()
-        self.state = {
+    kind: str
+    peer: str
+    detail: str
+
+
+class StartError(Exception):
+    """The attempt cannot start here; the text says why."""
+
+
+class Gang:
+    """The bond between the agents of one attempt: a star of connections with the lead in its middle.
+
+    A member says {"hello", "token", "attempt"} first. Then both sides: {"beat", "done"} every second, {"ending": cause} when
+    the attempt is to end; members {"event"}; the lead {"all_done"}. A node alone has no gang.
+    """
+
+    def __init__(self, plan: Json, name: str, token: str, on_event: Callable[[Json], None]) -> None:
+        self.names: List[str] = [node["name"] for node in plan["nodes"]]
+        self.name = name
+        self.leads = name == self.names[0]
+        self.done: Set[str] = set()  # nodes whose torchrun ended well
+        self.all_done = len(self.names) == 1
+        self.ending: Optional[Json] = None  # the cause another agent told
+        self._attempt, self._token = plan["attempt"], token
+        self._address, self._port = plan["gang"]["address"], plan["gang"]["port"]
+        self._lease_s, self._start_timeout_s = plan["gang"]["lease_s"], plan["gang"]["start_timeout_s"]
+        self._start_until = time.monotonic() + self._start_timeout_s
+        self._on_event = on_event
+        self._listener: Optional[socket.socket] = None
+        self._strangers: List[Peer] = []
+        self._peers: Dict[str, Peer] = {}  # of a member: the lead only
+        self._early: List[Json] = []  # what a member has to say before it reached the lead
+        self._why_unreached = "not tried yet"
+        self._told_ending: Optional[Json] = None
+        self._last_beat = 0.0
+        self._closing = False
+        self._await_late = True
+
+    def open(self) -> None:
+        """On the lead, listen. Raises StartError."""
+        if len(self.names) == 1 or not self.leads:
+            return
+        listener = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self._address, self._port))
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            where = "%s:%d" % (self._address, self._port)
+            if error.errno == errno.EADDRINUSE:
+                raise StartError("port %s, where the agents meet, was taken by another process meanwhile" % where) from error
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise StartError("the data address %s is not an address of %s" % (self._address, self.name)) from error
+            raise StartError("cannot listen on %s: %s" % (where, error.strerror)) from error
+        listener.setblocking(False)
+        self._listener = listener
+
+    # ------------------------------------------------------------------ talking
+
+    def tell(self, message: Json) -> None:
+        """Send `message` to all members, or to the lead."""
+        if "ending" in message:
+            self._told_ending = message
+        for peer in self._peers.values():
+            peer.send(message)
+        if not self.leads and not self._peers:
+            self._early.append(message)
+
+    def tell_lead(self, message: Json) -> None:
+        """Send `message` to the lead; the lead itself has nobody to tell."""
+        if not self.leads:
+            self.tell(message)
+
+    def exchange(self, wait_s: float, watch: Iterable[int] = ()) -> None:
+        """Send and take in what there is, after waiting up to `wait_s` for it or for a descriptor of `watch`.
+
+        Only a member that has not reached the lead yet may take CONNECT_S more.
+        """
+        if not self.leads and not self._peers:
+            self._connect()
+        everyone = [peer for peer in [*self._peers.values(), *self._strangers] if not peer.closed and not peer.mute]
+        readable: List[Any] = [peer.connection for peer in everyone] + list(watch)
+        if self._listener is not None:
+            readable.append(self._listener)
+        select.select(readable, [peer.connection for peer in everyone if peer.unsent], [], wait_s)
+        if self._listener is not None:
+            self._accept(self._listener)
+        for peer in list(self._peers.values()):
+            peer.flush()
+            for message in peer.receive():
+                self._take(peer, message)
+        if time.monotonic() - self._last_beat >= BEAT_S and not self._closing:
+            self._last_beat = time.monotonic()
+            for peer in self._peers.values():
+                peer.send({"beat": time.time(), "done": self.name in self.done})
+
+    def _accept(self, listener: socket.socket) -> None:
+        while len(self._strangers) < MOST_STRANGERS:
+            try:
+                self._strangers.append(Peer(listener.accept()[0]))
+            except OSError:  # nobody waits, or who waited has gone, or no descriptor is left
+                break
+        for stranger in list(self._strangers):
+            messages = stranger.receive()
+            name = str(messages[0].get("hello")) if messages else ""
+            if messages and self._is_ours(name, messages[0]):
+                stranger.name = name
+                self._strangers.remove(stranger)
+                self._peers[name] = stranger
+                if self._told_ending is not None:
+                    stranger.send(self._told_ending)
+                for message in messages[1:]:
+                    self._take(stranger, message)
+            elif messages or stranger.closed or stranger.mute or time.monotonic() - stranger.since > STRANGER_S:
+                stranger.close()
+                self._strangers.remove(stranger)
+
+    def _is_ours(self, name: str, hello: Json) -> bool:
+        return (
+            name in self.names[1:]
+            and name not in self._peers
+            and hello.get("token") == self._token
+            and hello.get("attempt") == self._attempt
+        )
+
+    def _connect(self) -> None:
+        try:
+            connection = socket.create_connection((self._address, self._port), timeout=CONNECT_S)
+        except OSError as error:
+            self._why_unreached = error.strerror or str(error)
+            return
+        if connection.getsockname() == connection.getpeername():  # on one machine TCP can meet itself before the lead listens
+            connection.close()
+            return
+        lead = Peer(connection, self.names[0])
+        self._peers[lead.name] = lead
+        lead.send({"hello": self.name, "token": self._token, "attempt": self._attempt})
+        for message in self._early:
+            lead.send(message)
+        self._early = []
+
+    def _take(self, peer: Peer, message: Json) -> None:
+        if isinstance(message.get("event"), dict) and self.leads:
+            self._on_event(dict(message["event"], received=time.time()))
+        if message.get("done"):
+            self.done.add(peer.name)
+        if message.get("all_done") and not self.leads:
+            self.all_done = True
+        if isinstance(message.get("ending"), dict) and self.ending is None:
+            self.ending = message["ending"]
+
+    # ------------------------------------------------------------------ judging
+
+    def loss(self) -> Optional[Loss]:
+        """Return who is lost, None while the gang is whole. Nobody who is done, and nobody after the end, can be lost."""
+        if self.all_done:
+            return None
+        now = time.monotonic()
+        for name in self.names[1:] if self.leads else self.names[:1]:
+            peer = self._peers.get(name)
+            if name in self.done and self.leads:
+                continue
+            if peer is None:
+                if now < self._start_until:
+                    continue
+                if self.leads:
+                    detail = "its agent did not reach the lead in %g s" % self._start_timeout_s
+                else:
+                    where = (self._address, self._port, self._start_timeout_s, self._why_unreached)
+                    detail = "its agent could not be reached at %s:%d in %g s: %s" % where
+                return Loss("node-lost", name, detail)
+            if peer.closed:
+                return Loss("agent-lost", name, "the agent of %s closed its connection" % name)
+            if now - peer.heard > self._lease_s:
+                return Loss("node-lost", name, "nothing heard of %s for %g s" % (name, self._lease_s))
+        return None
+
+    def close(self, patience_s: float, await_late: bool = True) -> None:
+        """Send what is left, say that nothing more comes, and wait at most `patience_s` for the others to do the same.
+
+        An ending lead so hears the members' last events and tells the end to those that come late (`await_late`); a member
+        that fails at once still reaches a lead that starts later.
+        """
+        self._closing = True
+        self._await_late = await_late
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and self._awaited():
+            for peer in self._peers.values():
+                if not peer.unsent:
+                    peer.finish()
+            self.exchange(0.05)
+        for peer in [*self._peers.values(), *self._strangers]:
+            peer.close()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _awaited(self) -> bool:
+        """True while somebody has more to say to us, or something from us to hear."""
+        now = time.monotonic()
+        may_come = (self._listener is not None or not self.leads) and not self.all_done and now < self._start_until
+        late = may_come and self._await_late
+        for name in self.names[1:] if self.leads else self.names[:1]:
+            peer = self._peers.get(name)
+            if peer is None and late:
+                return True
+            if peer is not None and not peer.closed and not peer.mute and now - peer.heard < self._lease_s:
+                return True
+        return False
+
+
+# ----------------------------------------------------------------------------- the shared run folder
+
+
+class SharedCopy:
+    """Copies state, events and torchrun's log to the run folder, from a thread of its own: a hung NFS hangs only that."""
+
+    def __init__(self, run_root: str, node: str, attempt: int, log: str) -> None:
+        self._state = os.path.join(run_root, "agents", node + ".json")
+        self._events = os.path.join(run_root, "events.jsonl")
+        self._log = os.path.join(run_root, "attempt_%d" % attempt, "torchrun-%s.log" % node)
+        self._local_log = log
+        self._copied = 0  # bytes of the log
+        self._lock = threading.Lock()
+        self._text = ""
+        self._lines: List[str] = []
+        self._last = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def put(self, text: str, events: Iterable[Json] = (), now: bool = True, last: bool = False) -> None:
+        """Have `text` written as the state and `events` appended; `now` False = within two seconds. `last` ends the thread."""
+        with self._lock:
+            self._text = text
+            self._lines += [json.dumps(event) + "\n" for event in events]
+            self._last = self._last or last
+        if now or last:
+            self._wake.set()
+
+    def join(self, patience_s: float) -> None:
+        """Wait for the last write."""
+        self._thread.join(patience_s)
+
+    def _work(self) -> None:
+        while True:
+            self._wake.wait(SHARED_WRITE_S)
+            self._wake.clear()
+            with self._lock:
+                text, lines, last = self._text, list(self._lines), self._last
+            try:
+                self._write(text, lines)
+            except OSError:
+                time.sleep(0.2)  # the next round tries again; what was to be written is kept
+                continue
+            if last:
+                return
+
+    def _write(self, text: str, lines: List[str]) -> None:
+        if text:
+            os.makedirs(os.path.dirname(self._state), exist_ok=True)
+            write_text(self._state, text)
+        if lines:
+            with open(self._events, "a", encoding="utf-8") as handle:
+                handle.write("".join(lines))
+            with self._lock:
+                del self._lines[: len(lines)]
+        if os.path.exists(self._local_log) and os.path.getsize(self._local_log) > self._copied:
+            os.makedirs(os.path.dirname(self._log), exist_ok=True)
+            with open(self._local_log, "rb") as source, open(self._log, "ab") as copy:
+                source.seek(self._copied)
+                data = source.read()
+                copy.write(data)
+            self._copied += len(data)
+
+
+# ----------------------------------------------------------------------------- the agent
+
+
+class Agent:
+    """The agent of one node in one attempt. `ranks` in its state: global rank -> pid, start (ticks), gone (time), exit (code)."""
+
+    def __init__(self, request: Json) -> None:
+        self.plan: Json = request["plan"]
+        self.name: str = request["node"]
+        self.mine: Json = next(node for node in self.plan["nodes"] if node["name"] == self.name)
+        self.secrets: Dict[str, str] = request.get("secrets", {}).get(self.name, {})
+        self.gang = Gang(self.plan, self.name, request["token"], self.keep)
+        self.folder = local_folder(self.plan["run_id"], self.name)
+        self.log = os.path.join(self.folder, "torchrun.log")
+        self.shared = SharedCopy(self.plan["run_dir"], self.name, self.plan["attempt"], self.log)
+        self.torchrun_pid = 0
+        self.watched: Dict[str, int] = {}  # rank -> pidfd
+        self.told: Set[str] = set()  # ranks whose failure is an event
+        self.asked_to_stop: Optional[str] = None
+        self.last_save = 0.0
+        self.oom_kills = oom_kills()
+        self.ranks: Dict[str, Json] = {}
+        self.events: List[Json] = []
+        me = stat_of(os.getpid())
+        self.state: Json = {
             "schema": "r4090c.agent/1",
-            "run_id": plan["run_id"],
-            "attempt": plan["attempt"],
+            "run_id": self.plan["run_id"],
+            "run_dir": self.plan["run_dir"],
+            "attempt": self.plan["attempt"],
             "node": self.name,
             "pid": os.getpid(),
+            "start": me.start if me else None,
+            "start_name": name_of(request["token"]),
             "process_group": os.getpgid(0),
             "started": time.time(),
             "heartbeat": time.time(),
             "state": "starting",
             "torchrun_pid": None,
-            "ranks": {},
+            "ranks": self.ranks,
             "end": None,
             "events": self.events,
         }
 
     # ------------------------------------------------------------------ telling
 
-    def save(self, now=True):
-        """Write the state locally, and wake the thread that writes it to the shared folder."""
+    def save(self, new: Iterable[Json] = (), now: bool = True, last: bool = False) -> None:
+        """Write the state locally and have it copied to the run folder; the lead has `new` events added to events.jsonl."""
+        self.last_save = time.monotonic()
         self.state["heartbeat"] = time.time()
-        self.state["ranks"] = self.ranks
-        with self.lock:
-            text = json.dumps(self.state)
-            self.shared_text = text
+        text = json.dumps(self.state)
         try:
-            aside = os.path.join(self.folder, "state.json.tmp")
-            with open(aside, "w") as handle:
-                handle.write(text)
-            os.replace(aside, os.path.join(self.folder, "state.json"))
+            write_text(os.path.join(self.folder, "state.json"), text)
         except OSError:
             pass  # a full /tmp must not end the training; the shared copy still tells
-        if now:
-            self.changed.set()
+        self.shared.put(text, new if self.gang.leads else (), now=now, last=last)
 
-    def write_shared(self):
-        """Copy state and events to the run folder; the thread's loop. A hung NFS hangs only this."""
-        written = 0
-        while True:
-            self.changed.wait(SHARED_WRITE_S)
-            self.changed.clear()
-            with self.lock:
-                text = self.shared_text
-                events = self.events[written:] if self.lead else []
-                last = self.state["state"] == "ended"
-            try:
-                path = os.path.join(self.run_root, "agents", self.name + ".json")
-                with open(path + ".tmp", "w") as handle:
-                    handle.write(text)
-                os.replace(path + ".tmp", path)
-                if events:
-                    with open(os.path.join(self.run_root, "events.jsonl"), "a") as handle:
-                        handle.write("".join(json.dumps(event) + "\n" for event in events))
-                    written += len(events)
-            except OSError:
-                pass
-            if last:
-                return
-
-    def event(self, kind, **more):
-        """Record an event; a member also sends it to the lead, whose clock then orders it."""
+    def event(self, kind: str, **more: Any) -> Json:
+        """Record an event of this node; a member's also goes to the lead, whose clock then orders it."""
         event = dict({"time": time.time(), "attempt": self.plan["attempt"], "node": self.name, "kind": kind}, **more)
         self.keep(event)
-        if self.uplink is not None:
-            self.uplink.send({"event": event})
+        self.gang.tell_lead({"event": event})
         return event
 
-    def keep(self, event):
-        with self.lock:
-            self.events.append(event)
-        self.save()
+    def keep(self, event: Json) -> None:
+        """Record an event, of this node or of another."""
+        self.events.append(event)
+        self.save([event])
 
-    # ------------------------------------------------------------------ torchrun
+    # ------------------------------------------------------------------ torchrun and its ranks
 
-    def start_torchrun(self):
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if key in ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR")
-        }
+    def start_torchrun(self) -> None:
+        """Start torchrun with the planned environment. Raises StartError."""
+        environment = {key: value for key, value in os.environ.items() if key in KEPT_VARIABLES}
         environment.update({name: var["value"] for name, var in self.mine["env"].items()})
         environment.update(self.secrets)
         environment.update({MARK_RUN: self.plan["run_id"], MARK_NODE: self.name, "R4090C_LOCAL": self.folder})
-        write_json(
-            os.path.join(self.folder, "node.json"), {"node": self.mine, "attempt": self.plan["attempt"], "run_dir": self.run_root}
-        )
-        os.makedirs(os.path.dirname(self.log), exist_ok=True)
-        output = open(self.log, "ab")
+        told = {"node": self.mine, "attempt": self.plan["attempt"], "run_dir": self.plan["run_dir"]}
         parent = os.getpid()
 
-        def in_child():
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        def in_child() -> None:  # our other thread may hold locks at the fork: nothing here takes one
+            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:  # the agent died between fork and prctl
                 os._exit(1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored signals stay ignored over exec
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-        self.torchrun = subprocess.Popen(
-            self.mine["torchrun"], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
-            cwd=self.mine["cwd"], start_new_session=True, close_fds=True, preexec_fn=in_child,
-        )  # fmt: skip
-        output.close()
-        self.state["torchrun_pid"] = self.torchrun.pid
-        self.state["state"] = "running"
-        self.event("started", torchrun_pid=self.torchrun.pid)
-
-    def watch_ranks(self):
-        """Note ranks that came and ranks that went; return the ranks newly gone while torchrun still runs."""
-        gone = []
-        for rank in self.mine["ranks"]:
-            key = str(rank["rank"])
-            record = self.ranks.get(key)
-            if record is None:
-                seen = read_json(os.path.join(self.folder, "rank-%s-%d.json" % (key, self.plan["attempt"])))
-                if seen is not None:
-                    self.ranks[key] = {"pid": seen["pid"], "start": seen["start"], "gone": None, "exit": None}
-                    self.save()
-            elif record["gone"] is None:
-                fields = stat_fields(record["pid"])
-                if fields is None or fields[0] in "ZX" or fields[2] != record["start"]:
-                    record["gone"] = time.time()
-                    gone.append(key)
-        return gone
-
-    def failure(self, code):
-        """Return the events for torchrun having ended with `code` (not 0)."""
-        if code < 0:
-            return [self.event("torchrun-killed", signal=-code, detail="torchrun was ended by signal %d" % -code)]
-        causes = failed_ranks(tail(self.log, 65536))
-        ranks = {rank["local_rank"]: rank["rank"] for rank in self.mine["ranks"]}
-        events = []
-        for local_rank, pid, exit_code in causes[:1]:
-            rank = ranks.get(local_rank)
-            record = self.ranks.get(str(rank), {})
-            record["exit"] = exit_code
-            log = os.path.join(os.path.dirname(self.log), "%s.log" % rank)
-            events.append(
-                self.event(
-                    "rank-failed", rank=rank, pid=pid, exit_code=exit_code, gone=record.get("gone"), log_tail=tail(log)[-4000:]
-                )
-            )
-        if not events:
-            events.append(self.event("torchrun-failed", exit_code=code, log_tail=tail(self.log)[-4000:]))
-        return events
-
-    # ------------------------------------------------------------------ gang
-
-    def open_gang(self):
-        if len(self.plan["nodes"]) == 1:
-            return
-        if self.lead:
-            self.listener = socket.socket(socket.AF_INET6 if ":" in self.gang["address"] else socket.AF_INET)
-            self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.listener.bind((self.gang["address"], self.gang["port"]))
-            self.listener.listen(128)
-            self.listener.setblocking(False)
-            self.awaited_until = time.monotonic() + self.gang["start_timeout_s"]
-        else:
-            self.uplink_until = time.monotonic() + self.gang["start_timeout_s"]
-
-    def connect_uplink(self):
-        """Try to reach the lead; return True when connected."""
         try:
-            connection = socket.create_connection((self.gang["address"], self.gang["port"]), timeout=1.0)
+            write_text(os.path.join(self.folder, "node.json"), json.dumps(told))
+            output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         except OSError as error:
-            self.uplink_error = str(error)
+            raise StartError("cannot write %s: %s" % (error.filename, error.strerror)) from error
+        try:
+            child = subprocess.Popen(
+                self.mine["torchrun"], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
+                cwd=self.mine["cwd"], start_new_session=True, close_fds=True, preexec_fn=in_child,  # noqa: PLW1509
+            )  # fmt: skip
+        except OSError as error:
+            program = self.mine["torchrun"][0]
+            what = "the training Python %s (paths.python)" % program if error.filename == program else error.filename
+            raise StartError("cannot start torchrun: %s: %s" % (what, error.strerror)) from error
+        finally:
+            os.close(output)
+        self.torchrun_pid = child.pid
+        child.returncode = 0  # we wait for it ourselves: Popen must not
+        self.state["torchrun_pid"] = child.pid
+        self.state["state"] = "running"
+        self.event("started", torchrun_pid=child.pid)
+
+    def watch_ranks(self) -> None:
+        """Note the ranks that came and those that went: when, and how where a zombie still tells."""
+        changed = False
+        for entry in self.mine["ranks"]:
+            rank = str(entry["rank"])
+            record = self.ranks.get(rank)
+            if record is None:
+                seen = read_json(os.path.join(self.folder, "rank-%s.json" % rank))
+                if seen is None:
+                    continue
+                record = self.ranks[rank] = {"pid": seen["pid"], "start": seen["start"], "gone": None, "exit": None}
+                descriptor = pidfd(record["pid"])
+                if descriptor is not None:
+                    self.watched[rank] = descriptor
+                changed = True
+            if record["gone"] is None:
+                found = stat_of(record["pid"])
+                same = found is not None and found.start == record["start"]  # else the pid is another process's by now
+                if found is None or not same or not living(found):
+                    record["gone"] = time.time()
+                    record["exit"] = exit_code(found.exit_status) if found is not None and same else None
+                    if rank in self.watched:
+                        os.close(self.watched.pop(rank))
+                    changed = True
+        if changed:
+            self.save()
+
+    def failed_here(self) -> Optional[Tuple[str, Json]]:
+        """Return (rank, record) of the first rank that is known to have ended badly and is not yet an event."""
+        bad = [(rank, record) for rank, record in self.ranks.items() if record["exit"] and rank not in self.told]
+        return min(bad, key=lambda item: float(item[1]["gone"])) if bad else None
+
+    def rank_failed(self, rank: str, record: Json) -> Json:
+        """Record that `rank` failed, with the end of its log and whether the kernel ran out of memory meanwhile."""
+        self.told.add(rank)
+        log = os.path.join(self.plan["run_dir"], "attempt_%d" % self.plan["attempt"], rank + ".log")
+        text = within(SHARED_READ_S, lambda: tail(log, LOG_TAIL), "") or tail(self.log, LOG_TAIL)
+        kills = oom_kills()
+        killed = kills - self.oom_kills if kills is not None and self.oom_kills is not None else None
+        return self.event(
+            "rank-failed",
+            rank=int(rank),
+            pid=record["pid"],
+            exit_code=record["exit"],
+            gone=record["gone"],
+            oom_kills=killed,
+            detail="rank %s ended, exit code %s" % (rank, record["exit"]),
+            log_tail=text,
+        )
+
+    def torchrun_failed(self, code: Optional[int]) -> Json:
+        """Record why torchrun ended with `code`, or is about to end (None)."""
+        text = tail(self.log, 1 << 16)
+        asked = SIGNALLED.search(text)
+        if code is not None and (code < 0 or asked):
+            number = -code if code < 0 else int(asked.group(1)) if asked else 0
+            return self.event("torchrun-killed", signal=number, detail="torchrun was ended by signal %d" % number)
+        found = self.failed_here()
+        if found is None:
+            told = failed_rank(text)
+            if told is not None:
+                local_rank, pid, rank_code = told
+                rank = next((str(one["rank"]) for one in self.mine["ranks"] if one["local_rank"] == local_rank), str(local_rank))
+                found = rank, {"pid": pid, "gone": self.ranks.get(rank, {}).get("gone"), "exit": rank_code}
+        if found is None and code is None:
+            gone = [(rank, record) for rank, record in self.ranks.items() if record["gone"] is not None]
+            found = min(gone, key=lambda item: float(item[1]["gone"])) if gone else None
+        if found is not None:
+            return self.rank_failed(*found)
+        return self.event(
+            "torchrun-failed", exit_code=code, detail="torchrun ended, exit code %s" % code, log_tail=text[-LOG_TAIL:]
+        )
+
+    def hopeless(self) -> bool:
+        """True when a rank has failed although torchrun is still there: it ends the others first, which may take long.
+
+        Not at once for a rank ended by SIGTERM: torchrun may have sent it, having been asked to end itself. Nor while torchrun
+        is dying: its ranks go as soon as its first thread has gone, its exit code comes after the last.
+        """
+        long_ago = time.time() - self.plan["gang"]["rank_grace_s"]
+        gone = [record for record in self.ranks.values() if record["gone"] is not None]
+        dying = not living(stat_of(self.torchrun_pid))
+        if any(
+            record["exit"] and (record["gone"] < long_ago or not (dying or record["exit"] == -signal.SIGTERM)) for record in gone
+        ):
+            return True
+        if not any(record["exit"] is None and record["gone"] < long_ago for record in gone):
             return False
-        self.uplink = Peer(connection, self.plan["nodes"][0]["name"])
-        self.uplink.send({"hello": self.name, "token": self.token, "attempt": self.plan["attempt"]})
-        for event in self.events:
-            self.uplink.send({"event": event})
-        return True
+        text = tail(self.log, 1 << 16)  # torchrun was quicker than we to take the exit code
+        return CLOSING in text or failed_rank(text) is not None
 
-    def gang_step(self):
-        """Read what came in and send what is due; return a cause when the gang is broken."""
-        sockets = [peer.connection for peer in list(self.peers.values()) + self.strangers]
-        sockets += [self.listener] if self.listener else []
-        sockets += [self.uplink.connection] if self.uplink else []
-        if sockets:
-            select.select(sockets, [], [], TICK_S)
-        else:
-            time.sleep(TICK_S)
-        cause = None
-        if self.lead:
-            cause = self.lead_step()
-        elif len(self.plan["nodes"]) > 1:
-            cause = self.member_step()
-        if time.monotonic() - self.last_beat >= BEAT_S:
-            self.last_beat = time.monotonic()
-            beat = {"beat": time.time(), "done": self.name in self.done}
-            for peer in self.peers.values():
-                peer.send(beat)
-            if self.uplink is not None:
-                self.uplink.send(beat)
-            self.save(now=False)
-        return cause
+    # ------------------------------------------------------------------ the attempt
 
-    def lead_step(self):
-        if self.listener is not None:
-            try:
-                connection, _ = self.listener.accept()
-                self.strangers.append(Peer(connection))
-            except (BlockingIOError, InterruptedError):
-                pass
-        for stranger in list(self.strangers):
-            for message in stranger.receive():
-                name = message.get("hello")
-                known = any(node["name"] == name for node in self.plan["nodes"])
-                if known and message.get("token") == self.token and message.get("attempt") == self.plan["attempt"]:
-                    stranger.name = name
-                    self.peers[name] = stranger
-                    self.strangers.remove(stranger)
-                    break
-                stranger.closed = True
-            if (
-                (stranger.closed
-                and stranger in self.strangers)
-                or (stranger in self.strangers and time.monotonic() - stranger.heard > 5)
-            ):
-                stranger.close()
-                self.strangers.remove(stranger)
-        for name, peer in list(self.peers.items()):
-            for message in peer.receive():
-                if "event" in message:
-                    event = dict(message["event"], received=time.time())
-                    self.keep(event)
-                if message.get("done"):
-                    self.done.add(name)
-                if "ending" in message and self.ending is None:
-                    return message["ending"]
-            if name in self.done:
-                continue
-            if peer.closed:
-                del self.peers[name]
-                return self.event("agent-lost", peer=name, detail="the agent of %s closed its connection" % name)
-            if time.monotonic() - peer.heard > self.gang["lease_s"]:
-                del self.peers[name]
-                return self.event("node-lost", peer=name, detail="nothing heard of %s for %g s" % (name, self.gang["lease_s"]))
-        if self.listener is not None and time.monotonic() > self.awaited_until:
-            for node in self.plan["nodes"][1:]:
-                if node["name"] not in self.peers and node["name"] not in self.done:
-                    return self.event("node-lost", peer=node["name"], detail="its agent never reached the lead")
-        return None
-
-    def member_step(self):
-        lead = self.plan["nodes"][0]["name"]
-        if self.uplink is None:
-            if not self.connect_uplink() and time.monotonic() > self.uplink_until:
-                detail = "cannot reach the lead's agent at %s:%d: %s" % (
-                    self.gang["address"],
-                    self.gang["port"],
-                    self.uplink_error,
-                )
-                return self.event("node-lost", peer=lead, detail=detail)
-            return None
-        for message in self.uplink.receive():
-            if "ending" in message:
-                return message["ending"]
-            if message.get("all_done"):
-                self.done.add("*")
-        if "*" in self.done:
-            return None
-        if self.uplink.closed:
-            self.uplink.close()
-            self.uplink = None
-            self.uplink_until = float("inf")
-            return self.event("agent-lost", peer=lead, detail="the agent of %s closed its connection" % lead)
-        if time.monotonic() - self.uplink.heard > self.gang["lease_s"]:
-            return self.event("node-lost", peer=lead, detail="nothing heard of %s for %g s" % (lead, self.gang["lease_s"]))
-        return None
-
-    def tell_gang(self, message):
-        for peer in self.peers.values():
-            peer.send(message)
-        if self.uplink is not None:
-            self.uplink.send(message)
-
-    # ------------------------------------------------------------------ the loop
-
-    def run(self):
+    def run(self) -> None:
         """Run the attempt on this node to its end; return when nothing of it is left."""
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         signal.signal(signal.SIGTERM, self.on_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        os.makedirs(os.path.join(self.run_root, "agents"), exist_ok=True)
         self.save()
-        writer = threading.Thread(target=self.write_shared, daemon=True)
-        writer.start()
+        cause: Optional[Json] = None
         try:
-            self.open_gang()
+            self.gang.open()
             self.start_torchrun()
-            outcome, cause = self.loop()
+            outcome, cause = self.attempt()
+        except StartError as error:
+            outcome, cause = "failed", self.event("start-failed", detail=str(error))
         except Exception as error:
+            traceback.print_exc()  # into agent.log
             outcome, cause = "failed", self.event("agent-error", detail="%s: %s" % (type(error).__name__, error))
-        if outcome != "done":
-            self.ending = cause
-            self.state["state"] = "ending"
-            self.save()
-            self.tell_gang({"ending": cause})
-            left = end_all(lambda: descendants(os.getpid()), self.plan["grace_s"])
-            if left:
-                self.event("left-running", pids=left, detail="would not go, even by SIGKILL")
+        if cause is None:
+            self.gang.close(LINGER_S)
+        else:
+            self.end(cause)
         self.state["state"] = "ended"
         self.state["end"] = {"outcome": outcome, "cause": cause, "time": time.time()}
-        self.save()
-        writer.join(SHARED_WRITE_S * 2)
+        self.save(last=True)
+        self.shared.join(SHARED_WRITE_S * 2)
 
-    def on_signal(self, number, frame):
+    def on_signal(self, number: int, frame: object) -> None:
+        """Note that somebody wants the end."""
         self.asked_to_stop = self.asked_to_stop or "signal %d" % number
 
-    def loop(self):
-        """Return ("done", None), ("failed", event) or ("stopped", event)."""
-        doomed = None  # when a rank is gone: the time until which torchrun may explain it
+    def attempt(self) -> Tuple[str, Optional[Json]]:
+        """Return ("done", None), ("failed", cause) or ("stopped", cause); nothing is ended yet then."""
         while True:
-            broken = self.gang_step()
-            if broken is not None:
-                return ("stopped" if broken.get("kind") == "stopped" else "failed"), broken
+            self.gang.exchange(TICK_S, self.watched.values())
+            self.watch_ranks()
+            code = reap().get(self.torchrun_pid)
+            if time.monotonic() - self.last_save > BEAT_S:
+                self.save(now=False)
             if self.asked_to_stop:
                 asked = read_json(os.path.join(self.folder, "stop.json")) or {}
-                return "stopped", self.event("stopped", by=asked.get("by", self.asked_to_stop), detail="asked to stop")
-            code = self.torchrun.poll() if self.name not in self.done else 0
-            gone = self.watch_ranks()
-            if self.name not in self.done:
-                if code is not None:
-                    if code != 0:
-                        return "failed", self.failure(code)[0]
-                    self.done.add(self.name)
-                    self.event("finished")
-                    self.tell_gang({"done": True})
-                elif gone and doomed is None:
-                    # A rank went. It may have finished (its peers will too) or died: torchrun knows within a second or two.
-                    doomed = time.monotonic() + self.gang["rank_grace_s"]
-                    self.state["state"] = "rank-gone"
-                    self.save()
-                elif doomed is not None and time.monotonic() > doomed and self.ended_unwell():
-                    return "failed", self.event(
-                        "rank-failed",
-                        rank=int(gone[0]) if gone else None,
-                        exit_code=None,
-                        detail="a rank ended, torchrun said nothing",
-                    )
-            reap(keep=(self.torchrun.pid,))
-            if self.name in self.done:
-                if not self.lead:
-                    if "*" in self.done or self.uplink is None:
-                        return "done", None
-                elif self.done >= {node["name"] for node in self.plan["nodes"]}:
-                    self.tell_gang({"all_done": True})
-                    return "done", None
+                by, follows = asked.get("by", self.asked_to_stop), bool(asked.get("follows"))
+                return "stopped", self.event("stopped", by=by, follows=follows, detail="asked to stop")
+            if code == 0:
+                self.gang.done.add(self.name)
+                self.event("finished")
+                self.gang.tell({"done": True})
+            elif code is not None:
+                return "failed", self.torchrun_failed(code)
+            elif self.name not in self.gang.done and self.hopeless():
+                return "failed", self.torchrun_failed(None)
+            if self.gang.ending is not None:
+                return ("stopped" if self.gang.ending.get("kind") == "stopped" else "failed"), self.gang.ending
+            loss = self.gang.loss()
+            if loss is not None:
+                return "failed", self.event(loss.kind, peer=loss.peer, detail=loss.detail)
+            if self.gang.leads and self.gang.done.issuperset(self.gang.names):
+                self.gang.all_done = True
+                self.gang.tell({"all_done": True})
+            if self.gang.all_done and self.name in self.gang.done:
+                return "done", None
 
-    def ended_unwell(self):
-        """True when torchrun's log already says that a rank failed."""
-        return bool(failed_ranks(tail(self.log, 65536)))
+    def end(self, cause: Json) -> None:
+        """End all that runs here for `cause` and see to it that the others do; what failed here before is told first."""
+        self.state["state"] = "ending"
+        self.gang.tell({"ending": cause})
+        self.save()
+        found = self.failed_here()
+        if found is not None and cause["node"] != self.name:  # it may be the first cause: others noticed sooner
+            self.rank_failed(*found)
+        left = end_all(lambda: descendants(os.getpid()), self.plan["grace_s"], self.gang.exchange)
+        if left:
+            self.event("left-running", pids=left, detail="would not go, even by SIGKILL")
+        self.gang.close(LINGER_S, await_late=cause["kind"] != "stopped")  # who stops us stops the others as well
 
 
 # ----------------------------------------------------------------------------- commands
 
 
-def daemonize(work):
-    """Run `work()` in a process of its own session, detached from every standard stream; return its pid to the caller."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        if os.fork() > 0:
-            os._exit(0)
-        os.close(reader)
-        null = os.open(os.devnull, os.O_RDWR)
-        for number in (0, 1, 2):
-            os.dup2(null, number)
-        os.write(writer, str(os.getpid()).encode())
-        os.close(writer)
-        code = 0
-        try:
-            work()
-        except BaseException:
-            code = 1
-        os._exit(code)
-    os.close(writer)
-    os.waitpid(child, 0)
-    answer = b""
-    while True:
-        chunk = os.read(reader, 64)
-        if not chunk:
-            break
-        answer += chunk
-    os.close(reader)
-    return int(answer)
+def is_alive(found: Optional[Json]) -> bool:
+    """True when the process that wrote the agent state `found` lives."""
+    if found is None:
+        return False
+    now = stat_of(int(found["pid"]))
+    return now is not None and living(now) and now.start == found.get("start")
 
 
-def start(request):
-    """Write the run's files (on the lead), start the agent, and return {"pid"} or {"error"}."""
+def name_of(token: str) -> str:
+    """Return what a start may be called in a file: its token is a secret."""
+    return hashlib.sha256(token.encode()).hexdigest()[:16]
+
+
+def start(request: Json) -> Json:
+    """Write the run's files (on the lead), start the agent, and return {"pid", "state"} or {"error"}."""
     try:
-        for path, text in request.pop("files", {}).items():
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path + ".tmp", "w") as handle:
-                handle.write(text)
-            os.replace(path + ".tmp", path)
+        folder = local_folder(request["plan"]["run_id"], request["node"])
+        with held(os.path.join(folder, "lock"), LOCK_S):
+            return start_held(request, folder)
+    except OSError as error:
+        return {"error": "%s: %s" % (error.filename, error.strerror)}
+
+
+def start_held(request: Json, folder: str) -> Json:
+    """Do what `start` does while no other start or stop of this run goes on here."""
+    plan, node = request["plan"], request["node"]
+    other = read_json(os.path.join(folder, "state.json"))
+    if other is not None and is_alive(other):
+        return {"error": "attempt %s of this run still goes on here (pid %d)" % (other["attempt"], other["pid"])}
+    stopped = read_json(os.path.join(folder, "stop.json"))
+    if stopped is not None and stopped.get("start") == name_of(request["token"]):
+        return {"error": "stopped by %s before it started" % stopped["by"]}
+    for name in os.listdir(folder):
+        if name != "lock":
+            os.unlink(os.path.join(folder, name))
+    write_text(os.path.join(folder, "start.json"), json.dumps({"start_name": name_of(request["token"]), "time": time.time()}))
+    try:
         for path in request.pop("folders", ()):
             os.makedirs(path, exist_ok=True)
+        for path, text in request.pop("files", {}).items():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            write_text(path, text)
     except OSError as error:
-        return {"error": "cannot write the run folder: %s" % error}
-    os.environ[MARK_RUN] = request["plan"]["run_id"]
-    os.environ[MARK_NODE] = request["node"]
-    folder = local_folder(request["plan"]["run_id"], request["node"])
-    for name in os.listdir(folder):
-        if name.startswith(("state.json", "stop.json")):
-            os.unlink(os.path.join(folder, name))
-    # The marks must stand in /proc/<pid>/environ, which only an exec sets: so the daemon is a fresh process.
-    encoded = json.dumps(request).encode()
-    reader, writer = os.pipe()
-
-    def work():
-        os.close(writer)
-        os.dup2(reader, 0)
-        os.execv(sys.executable, [sys.executable, "-I", "-S", os.path.abspath(__file__), "daemon"])
-
-    pid = daemonize(work)
-    os.close(reader)
-    with os.fdopen(writer, "wb") as pipe:
-        pipe.write(encoded)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        state = read_json(os.path.join(folder, "state.json"))
-        if state is not None:
-            return {"pid": pid, "state": state["state"]}
+        return {"error": "cannot write the run folder: %s: %s" % (error.filename, error.strerror)}
+    log = os.path.join(folder, "agent.log")
+    with open(log, "wb") as output:
+        # The marks must stand in /proc/<pid>/environ, which only an exec sets.
+        environment = dict(os.environ, **{MARK_RUN: plan["run_id"], MARK_NODE: node})
+        argv = [sys.executable, "-I", "-S", os.path.abspath(__file__), "daemon"]
+        daemon = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, cwd="/", start_new_session=True
+        )
+    assert daemon.stdin is not None
+    try:
+        with daemon.stdin as pipe:
+            pipe.write(json.dumps(request).encode())
+    except BrokenPipeError:
+        pass  # it died: told below
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and daemon.poll() is None:
+        found = read_json(os.path.join(folder, "state.json"))
+        if found is not None:
+            return {"pid": daemon.pid, "state": found["state"]}
         time.sleep(0.01)
-    return {"error": "the agent did not come up within 10 s"}
+    said = tail(log, LOG_TAIL).strip().splitlines()
+    how = "did not come up within %g s" % START_S if daemon.poll() is None else "ended at once"
+    return {"error": "the agent %s%s" % (how, ": " + said[-1] if said else "")}
 
 
-def daemon():
+def daemon() -> None:
     """Be the agent: the request comes on stdin."""
     request = json.load(sys.stdin)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -739,96 +1034,144 @@ def daemon():
     Agent(request).run()
 
 
-def state(run_id, node):
-    """Return the agent's local state with `alive`: whether its process is there."""
-    found = read_json(os.path.join("/tmp/r4090c-%d" % os.getuid(), run_id, node, "state.json"))
+def state(run_id: str, node: str) -> Optional[Json]:
+    """Return the agent's last state with `alive`: whether its process is there. None when there never was one."""
+    found = read_json(os.path.join(local_path(run_id, node), "state.json"))
     if found is None:
         return None
-    found["alive"] = found["pid"] in marked(run_id, node)
+    alive = is_alive(found)
+    if not alive:
+        found = whole_state(found)
+    return dict(found, alive=alive)
+
+
+def whole_state(found: Json) -> Json:
+    """Return the state of an agent that is gone: the copy in the run folder when only that tells the end (/tmp was full)."""
+    if found.get("end") is None:
+        path = os.path.join(found["run_dir"], "agents", found["node"] + ".json")
+        copy = within(SHARED_READ_S, lambda: read_json(path), None)
+        if copy is not None and (copy.get("pid"), copy.get("start")) == (found["pid"], found["start"]) and copy.get("end"):
+            return copy
     return found
 
 
-def prepare(tree, ports):
+def prepare(tree: str, names: Optional[List[str]], ports: int) -> Json:
     """Return the digest of the code tree here, and `ports` TCP ports that are free now."""
-    held = [socket.socket() for _ in range(ports)]
-    for one in held:
+    opened = [socket.socket() for _ in range(ports)]
+    for one in opened:
         one.bind(("", 0))
-    free = [one.getsockname()[1] for one in held]
-    for one in held:
+    free = [one.getsockname()[1] for one in opened]
+    for one in opened:
         one.close()
-    return {"digest": tree_digest(tree), "ports": free}
+    return {"digest": tree_digest(tree, names), "ports": free}
 
 
-def stop(run_id, node, by, grace_s):
-    """Ask the agent to end the attempt, wait for it, then end whatever still carries the run's mark. Return what was done."""
-    found = state(run_id, node)
-    if found is not None and found["alive"]:
-        write_json(os.path.join(local_folder(run_id, node), "stop.json"), {"by": by})
-        send_signal([found["pid"]], signal.SIGTERM)
-        deadline = time.monotonic() + grace_s + KILL_WAIT_S + 3
-        while time.monotonic() < deadline and found["pid"] in marked(run_id, node):
-            time.sleep(0.05)
+def stop(request: Json) -> Json:
+    """Ask the agent to end the attempt, wait for it, then end whatever still carries the run's mark. Return what was done.
+
+    `token`: the start this stop is for, None = whatever there is of the run; when it comes later, it is refused. `follows`: the
+    attempt has failed already elsewhere, so this stop is not its cause.
+    """
+    run_id, node, token = request["run_id"], request["node"], request.get("token")
+    folder = local_path(run_id, node)
+    start_name = name_of(token) if token else None
+    told = {"by": request["by"], "follows": bool(request.get("follows")), "start": start_name}
+    found = None
+    if token or os.path.isdir(folder):
+        folder = local_folder(run_id, node)
+        # A full /tmp, or a start that hangs, must not keep us from ending it.
+        with contextlib.suppress(OSError), held(os.path.join(folder, "lock"), LOCK_S):
+            found = read_json(os.path.join(folder, "state.json"))
+            if start_name and found is not None and is_alive(found) and found.get("start_name") != start_name:
+                return {"had_agent": False, "swept": [], "left": [], "state": None}  # another attempt is none of its business
+            write_text(os.path.join(folder, "stop.json"), json.dumps(told))
+        found = read_json(os.path.join(folder, "state.json"))
+        if found is not None and is_alive(found):
+            send_signal([found["pid"]], signal.SIGTERM)
+            deadline = time.monotonic() + request["grace_s"] + KILL_WAIT_S + LINGER_S
+            while time.monotonic() < deadline and is_alive(found):
+                time.sleep(0.05)
     before = marked(run_id, node)
     left = end_all(lambda: marked(run_id, node), 0.5) if before else []
     return {"had_agent": found is not None, "swept": before, "left": left, "state": state(run_id, node)}
 
 
-def read_new(path, offset):
-    """Return (whole new lines, new offset) of a growing file."""
+# ----------------------------------------------------------------------------- following
+
+
+def new_lines(path: str, offset: int, whole: bool = False) -> Tuple[List[Tuple[str, int]], int]:
+    """Return ([(line, offset after it)], new offset) of a growing file, at most 1 MiB at a time.
+
+    A line without its end is left for later, unless it fills all of that, or `whole` says that nothing more comes.
+    """
     try:
         with open(path, "rb") as handle:
             if os.fstat(handle.fileno()).st_size < offset:
-                offset = 0  # it was rewritten
+                offset = 0  # it was written anew
             handle.seek(offset)
-            data = handle.read(1 << 20)
+            data = handle.read(MOST_LINE)
     except OSError:
         return [], offset
-    whole = data.rpartition(b"\n")[0]
-    if not whole:
-        return [], offset
-    return whole.decode(errors="replace").split("\n"), offset + len(whole) + 1
+    pieces = data.split(b"\n")
+    rest = pieces.pop()
+    lines = []
+    for piece in pieces:
+        offset += len(piece) + 1
+        lines.append((piece.decode("utf-8", "replace"), offset))
+    if rest and (len(rest) == MOST_LINE or (whole and len(data) < MOST_LINE)):
+        offset += len(rest)
+        lines.append((rest.decode("utf-8", "replace"), offset))
+    return lines, offset
 
 
-def follow(run_id, node, files):
-    """Print what is new as JSON lines until the agent has ended: {"state"}, {"line": [name, text]}, {"beat"}.
+def follow(run_id: str, node: str, files: List[List[Any]]) -> None:
+    """Print what is new as JSON lines until the agent has ended.
 
-    `files`: [[name, path, offset]] to tail. Ends when nobody reads any more.
+    {"line": [name, text], "offset"} of the `files`, [[name, path, offset]] (offset -1 = from its present end on); {"state"}
+    when it changed; {"beat"} every second; {"agent_gone", "state"} when the agent is not there and told no end. Ends when
+    nobody reads any more.
     """
-    offsets = {}
-    for name, path, offset in files:
-        if offset < 0:  # only what comes from now on
-            offset = os.path.getsize(path) if os.path.exists(path) else 0
-        offsets[name] = [path, offset]
-    last, beat, missing_since = None, 0.0, None
+    places = {name: [path, offset] for name, path, offset in files}
+    for place in places.values():
+        if place[1] < 0:
+            place[1] = os.path.getsize(place[0]) if os.path.exists(place[0]) else 0
+    last: Optional[Json] = None
+    beat, missing_since = 0.0, 0.0
     while True:
-        found = read_json(os.path.join("/tmp/r4090c-%d" % os.getuid(), run_id, node, "state.json"))
-        fresh = found is not None and (stat_fields(found["pid"]) or "Z")[0] not in "ZX"  # nobody may have reaped it
+        found = read_json(os.path.join(local_path(run_id, node), "state.json"))
+        alive = is_alive(found)
+        if alive:
+            missing_since = 0.0
+        elif not missing_since:
+            missing_since = time.monotonic()
+        elif found is not None and time.monotonic() - missing_since > 0.5:
+            found = whole_state(found)
         ended = found is not None and found["state"] == "ended"
-        for name, entry in offsets.items():
-            lines, entry[1] = read_new(entry[0], entry[1])
-            for line in lines:
-                emit({"line": [name, line], "offset": entry[1]})
+        gone = not ended and not alive and time.monotonic() - missing_since > 1.0
+        for name, place in places.items():
+            more = True
+            while more:
+                lines, place[1] = new_lines(place[0], place[1], whole=ended or gone)
+                for line, offset in lines:
+                    emit({"line": [name, line], "offset": offset})
+                more = bool(lines) and (ended or gone)  # the state was read first, so these are the last lines
         core = None if found is None else {key: value for key, value in found.items() if key != "heartbeat"}
         if core != last:
             last = core
             emit({"state": found})
-        if ended:
+        if gone:
+            emit({"agent_gone": True, "state": found})
+        if ended or gone:
             return
-        if not fresh:
-            missing_since = missing_since or time.monotonic()
-            if time.monotonic() - missing_since > 1.0:
-                emit({"agent_gone": True, "state": found})
-                return
-        else:
-            missing_since = None
-        if time.monotonic() - beat > 1.0:
+        if time.monotonic() - beat > BEAT_S:
             beat = time.monotonic()
             emit({"beat": time.time()})
-        time.sleep(0.1)
+        time.sleep(TICK_S)
 
 
-def emit(value):
-    """Print one JSON line at once; end quietly when the reader is gone."""
+def emit(value: Json) -> None:
+    """Print one JSON line at once; end quietly when the reader is gone, or takes nothing for STUCK_S."""
+    signal.alarm(STUCK_S)
     try:
         sys.stdout.write(json.dumps(value) + "\n")
         sys.stdout.flush()
@@ -836,23 +1179,15 @@ def emit(value):
         os._exit(0)
 
 
-def whoami():
-    """Return the account's name."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
-
-
-def main(request):
+def main(request: Json) -> Optional[Json]:
     """Serve one question of the controller (through `Shell.ask`)."""
     do = request["do"]
     if do == "stop":
-        return stop(request["run_id"], request["node"], request["by"], request["grace_s"])
+        return stop(request)
     if do == "state":
         return state(request["run_id"], request["node"])
     if do == "prepare":
-        return prepare(request["tree"], request["ports"])
+        return prepare(request["tree"], request.get("names"), request["ports"])
     raise ValueError("unknown request %r" % do)
 
 

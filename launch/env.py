@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from netcheck.checks._network import unfit
 from r4090c.model import Cluster, NetFact, Node, NodeFacts, RdmaPort
 
-SECRET_MARKS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
-"""A variable whose name has one of these is never written to a plan, a log or a bundle."""
+SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASS|PWD|CREDENTIAL|AUTH|COOKIE)S?(_|\d|$)")
+"""A variable with such a word at the end of a part of its name is never written to a plan, a log or a bundle.
+
+At the end: WANDB_API_KEY and HF_TOKEN are secrets, TOKENIZERS_PARALLELISM is not.
+"""
+PUBLIC = ("PWD", "OLDPWD")
+HIDDEN = "***"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +29,36 @@ class Var:
 
 def is_secret(name: str) -> bool:
     """True when the variable's value must not be shown."""
-    return any(mark in name.upper() for mark in SECRET_MARKS)
+    return name.upper() not in PUBLIC and SECRET.search(name.upper()) is not None
 
 
-def data_iface(net: NetFact, node: Node, peers: Mapping[str, str]) -> tuple[str | None, str]:
-    """Return (interface, reason) for traffic from `node` to its peers (node name -> data address)."""
+def shown(name: str, value: str) -> str:
+    """Return the value of variable `name` as a person may see it."""
+    return HIDDEN if is_secret(name) else value
+
+
+def data_iface(net: NetFact, node: Node, peers: Mapping[str, str], *, loopback: bool = False) -> tuple[str | None, str]:
+    """Return (interface, reason) for traffic from `node` to its peers (node name -> data address); None = leave it to NCCL.
+
+    The interface most peers are reached over. Never lo, a container bridge or a VPN: training over one is worse than none
+    stated, and the preflight tells. `loopback`: all nodes are on one machine (demo), so lo is right.
+    """
+    over: dict[str, list[str]] = {}
     for name, address in peers.items():
-        if name != node.name and address in net.routes:
-            iface, _ = net.routes[address]
-            if iface:
-                return iface, f"route to {name} ({address})"
-    for iface_fact in net.ifaces:
-        if any(address.partition("/")[0] == node.data_address for address in iface_fact.addresses):
-            return iface_fact.name, f"holds the data address {node.data_address}"
-    return None, "no interface towards the peers is known"
+        iface = net.routes.get(address, (None, None))[0] if name != node.name else None
+        if iface:
+            over.setdefault(iface, []).append(name)
+    refused = ""
+    for iface, names in sorted(over.items(), key=lambda item: -len(item[1])):
+        kind = None if loopback else unfit(iface)
+        if kind is None:
+            return iface, f"route to {names[0]} ({peers[names[0]]})"
+        refused = refused or f"{iface} leads to {names[0]} but is {kind}"
+    for found in net.ifaces:
+        holds = any(address.partition("/")[0] == node.data_address for address in found.addresses)
+        if holds and (loopback or unfit(found.name) is None):
+            return found.name, f"holds the data address {node.data_address}"
+    return None, refused or "no interface towards the peers is known"
 
 
 def rdma_ports(facts: NodeFacts, iface: str | None, kind: str) -> tuple[RdmaPort, ...]:
@@ -51,10 +74,11 @@ def rdma_ports(facts: NodeFacts, iface: str | None, kind: str) -> tuple[RdmaPort
 def node_environment(
     cluster: Cluster, node: Node, facts: NodeFacts, peers: Mapping[str, str], user: Mapping[str, str]
 ) -> dict[str, Var]:
-    """Return the environment of the ranks on `node`: computed, then cluster.yaml's layers, then the user's, later ones winning."""
+    """Return the environment of the ranks on `node`: computed, then cluster.yaml's layers, then the user's; later ones win."""
     env: dict[str, Var] = {}
     net = facts.net.value
-    iface, why = data_iface(net, node, peers) if net is not None else (None, "addresses unknown")
+    loopback = cluster.network.kind == "loopback"
+    iface, why = data_iface(net, node, peers, loopback=loopback) if net is not None else (None, "addresses unknown")
     if iface:
         env["NCCL_SOCKET_IFNAME"] = Var(f"={iface}", f"{why}; exact match, a bare prefix takes look-alikes")
         env["GLOO_SOCKET_IFNAME"] = Var(iface, why)
@@ -74,6 +98,13 @@ def node_environment(
     env["PYTHONUNBUFFERED"] = Var("1", "rank logs show lines when they are written")
     for layer, origin in ((cluster.env, "cluster.yaml env"), (node.env, f"cluster.yaml nodes.{node.name}.env"), (user, "--env")):
         for name, value in layer.items():
-            over = f"; replaces the computed {env[name].value}" if name in env and env[name].origin == "computed" else ""
+            before = env.get(name)
+            over = f"; replaces {shown(name, before.value)} ({before.origin})" if before is not None else ""
             env[name] = Var(value, f"set by {origin}{over}", origin)
     return env
+
+
+def visible_devices(env: Mapping[str, Var]) -> tuple[str, ...] | None:
+    """Return what CUDA_VISIBLE_DEVICES lists (indices, UUIDs), None when it is not set: then all GPUs are visible."""
+    var = env.get("CUDA_VISIBLE_DEVICES")
+    return None if var is None else tuple(part.strip() for part in var.value.split(",") if part.strip())

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import calendar
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launch.diagnose import first_cause
+from launch.plan import SCHEMA
 from r4090c.errors import CouldNotTell, UsageError
 from r4090c.model import Cluster
 from r4090c.remote import Fleet, NodeError, Shell
 
 STALE_S = 30.0
-"""est.: an agent writes every 2 s; NFS may show that up to some seconds late."""
+"""est.: an agent writes every 2 s; NFS may show that up to some seconds late. So long, too, may a start take."""
 
 LIST = r"""
 import json, os, time
@@ -37,7 +40,7 @@ def last_line(path):
 def main(request):
     runs, top = [], request["runs"]
     try:
-        names = sorted(os.listdir(top), reverse=True)
+        names = sorted(os.listdir(top), key=lambda name: name[-20:], reverse=True)  # the end of an id is its time
     except OSError:
         names = []
     for name in names:
@@ -45,14 +48,16 @@ def main(request):
             continue
         folder = os.path.join(top, name)
         plan = load(os.path.join(folder, "plan.json"))
-        if plan is None:
+        if not isinstance(plan, dict) or plan.get("schema") != request["schema"]:
             continue
         agents = {}
         for node in plan["nodes"]:
             found = load(os.path.join(folder, "agents", node["name"] + ".json"))
-            if found is not None and found.get("attempt") == plan["attempt"]:
+            if isinstance(found, dict) and found.get("attempt") == plan["attempt"]:
                 agents[node["name"]] = found
-        runs.append({"folder": folder, "plan": plan, "agents": agents, "last": last_line(os.path.join(folder, "metrics.jsonl")), "recipe": load(os.path.join(folder, "recipe.json")) if request["only"] else None})
+        last = last_line(os.path.join(folder, "metrics.jsonl"))
+        recipe = load(os.path.join(folder, "recipe.json")) if request["only"] else None
+        runs.append({"folder": folder, "plan": plan, "agents": agents, "last": last, "recipe": recipe})
         if len(runs) >= request["limit"]:
             break
     return {"now": time.time(), "runs": runs}
@@ -70,6 +75,12 @@ def main(request):
             data = handle.read(1 << 20)
     except OSError as error:
         return {"error": error.strerror, "text": "", "offset": request["offset"]}
+    for length in range(1, min(3, len(data)) + 1):  # a letter whose bytes have not all come yet is left for the next time
+        first = data[-length]
+        if first >= 0xC0 and (2 if first < 0xE0 else 3 if first < 0xF0 else 4) > length:
+            data = data[:-length]
+        if not 0x80 <= first < 0xC0:
+            break
     return {"error": None, "text": data.decode(errors="replace"), "offset": offset + len(data)}
 """
 
@@ -93,32 +104,45 @@ class Run:
 
 
 def run_state(plan: Mapping[str, Any], agents: Mapping[str, Mapping[str, Any]], now: float) -> tuple[str, str | None]:
-    """Return (state, first cause or None) of a run's last attempt, from its agents' files. `now`: the reading node's clock."""
+    """Return (state, first cause or None) of a run's last attempt, from its agents' files. `now`: the reading node's clock.
+
+    A run whose agents have not written anything yet is running while its plan is young.
+    """
     ends = [agent.get("end") for agent in agents.values()]
     names = [node["name"] for node in plan["nodes"]]
     if len(agents) == len(names) and all(end is not None and end.get("outcome") == "done" for end in ends):
         return "done", None
-    if any(
-        end is None and now - float(agent.get("heartbeat", 0)) < STALE_S for end, agent in zip(ends, agents.values(), strict=True)
-    ):
+    badly = any(end is not None and end.get("outcome") != "done" for end in ends)  # the gang ends it everywhere in seconds
+    fresh = [agent for agent in agents.values() if agent.get("end") is None and now - float(agent.get("heartbeat", 0)) < STALE_S]
+    if fresh and not badly:
         return "running", None
     if any(end is not None for end in ends):
         events = [event for agent in agents.values() for event in agent.get("events", [])]
         silent = {name: "its agent told no end" for name in names if name not in agents or agents[name].get("end") is None}
         cause = first_cause(events, silent, plan["run_id"])
         return ("stopped" if cause.kind == "stopped" else "failed"), cause.summary
+    if not agents and now - _seconds(plan["created_at"]) < STALE_S:
+        return "running", None
     return "lost", "no agent has been heard and none told an end"
+
+
+def _seconds(created_at: str) -> float:
+    """Return the time of a plan in seconds; 0 when it is not one."""
+    try:
+        return float(calendar.timegm(time.strptime(created_at, "%Y-%m-%dT%H:%M:%SZ")))
+    except ValueError:
+        return 0.0
 
 
 def list_runs(fleet: Fleet, cluster: Cluster, only: str | None = None, limit: int = 50) -> list[Run]:
     """Return the runs in the run folder, the newest first. Raises CouldNotTell when no node answers."""
-    answer = ask_any(fleet, LIST, {"runs": cluster.nodes[0].paths.runs, "only": only, "limit": limit})
+    answer = ask_any(fleet, LIST, {"runs": cluster.nodes[0].paths.runs, "only": only, "limit": limit, "schema": SCHEMA})
     runs = []
     for one in answer["runs"]:
         plan = one["plan"]
         state, cause = run_state(plan, one["agents"], answer["now"])
         nodes = tuple(node["name"] for node in plan["nodes"])
-        step = (one["last"] or {}).get("step")
+        step = one["last"].get("step") if isinstance(one["last"], dict) else None
         runs.append(
             Run(
                 plan["run_id"],

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.affinity import cpu_sets, rank_numa
-from launch.env import Var, is_secret, node_environment
+from launch.env import HIDDEN, Var, is_secret, node_environment, visible_devices
 from r4090c.errors import UsageError
 from r4090c.model import Cluster, Node, NodeFacts
 from r4090c.paths import RunPaths
@@ -21,6 +21,8 @@ GRACE_S = 2.0
 """est.: what a rank gets between TERM and KILL. A rank blocked in a collective cannot act on TERM at all."""
 RANK_GRACE_S = 2.0
 """est.: torchrun looks at its ranks every 0.1 s and logs a death at once."""
+USER_FOLDER = "user"
+"""Where a user's own code lies in the synced tree."""
 SHUTDOWN_TIMEOUT_S = 2
 """How long torchrun waits for the other local ranks after one failed; its default of 30 s is why peers linger."""
 
@@ -112,11 +114,16 @@ class Ports:
     gang: int
 
 
-def ranks_on(node: Node, job: Job) -> int:
-    """Return the number of ranks `job` gets on `node`. Raises UsageError for more ranks than GPUs."""
-    nproc = job.nproc if job.nproc is not None else max(1, node.gpus)
-    if node.gpus and nproc > node.gpus:
-        raise UsageError(f"--nproc-per-node {nproc}", f"{node.name} has {node.gpus} GPUs", f"at most {node.gpus}", "r4090c nodes")
+def ranks_on(node: Node, job: Job, visible: Sequence[str] | None = None) -> int:
+    """Return the number of ranks `job` gets on `node`; `visible`: what CUDA_VISIBLE_DEVICES leaves of its GPUs.
+
+    Raises UsageError for more ranks than GPUs.
+    """
+    gpus = node.gpus if visible is None else min(node.gpus, len(visible))
+    nproc = job.nproc if job.nproc is not None else max(1, gpus)
+    if gpus and nproc > gpus:
+        has = f"{node.name} has {gpus} GPUs" if visible is None else f"CUDA_VISIBLE_DEVICES leaves {gpus} GPUs on {node.name}"
+        raise UsageError(f"--nproc-per-node {nproc}", has, f"at most {gpus}", "r4090c nodes")
     return nproc
 
 
@@ -138,29 +145,31 @@ def make_plan(
     """
     peers = {node.name: node.data_address for node in nodes}
     lead = nodes[0]
-    counts = [ranks_on(node, job) for node in nodes]
+    envs = [node_environment(cluster, node, facts[node.name], peers, job.env or {}) for node in nodes]
+    counts = [ranks_on(node, job, visible_devices(env)) for node, env in zip(nodes, envs, strict=True)]
     if len(set(counts)) > 1:
         told = ", ".join(f"{node.name}: {count}" for node, count in zip(nodes, counts, strict=True))
         raise UsageError(
             "ranks per node", f"they differ ({told})", "the same number on every node", f"--nproc-per-node {min(counts)}"
         )
+    nproc = counts[0]
+    own_code = job.script.partition("/")[0] == USER_FOLDER
+    root = f"{code.tree}/{USER_FOLDER}" if own_code else code.tree
     planned = []
-    for node_rank, node in enumerate(nodes):
-        planned.append(
-            _node_plan(
-                cluster,
-                node,
-                node_rank,
-                facts[node.name],
-                peers,
-                job,
-                counts[node_rank],
-                run=run,
-                code=code,
-                ports=ports,
-                lead=lead,
-            )
+    for node_rank, (node, env) in enumerate(zip(nodes, envs, strict=True)):
+        env["PYTHONPATH"] = _python_path(root, env.get("PYTHONPATH"))
+        env["R4090C_RUN_DIR"] = Var(str(run.root), "where a script may write")
+        ranks = _rank_plans(node, facts[node.name], env, node_rank * nproc, nproc)
+        where = (
+            f"--nnodes={len(nodes)}",
+            f"--node-rank={node_rank}",
+            f"--nproc-per-node={nproc}",
+            "--rdzv-backend=static",
+            f"--master-addr={lead.data_address}",
+            f"--master-port={ports.master}",
         )
+        torchrun = _torchrun(node.paths.python, where, code, job)
+        planned.append(NodePlan(node.name, node_rank, node.data_address, root, torchrun, env, ranks))
     return Plan(
         schema=SCHEMA,
         cluster=cluster.name,
@@ -179,24 +188,17 @@ def make_plan(
     )
 
 
-def _node_plan(
-    cluster: Cluster,
-    node: Node,
-    node_rank: int,
-    facts: NodeFacts,
-    peers: Mapping[str, str],
-    job: Job,
-    nproc: int,
-    *,
-    run: RunPaths,
-    code: Code,
-    ports: Ports,
-    lead: Node,
-) -> NodePlan:
-    env = node_environment(cluster, node, facts, peers, job.env or {})
-    env["PYTHONPATH"] = env.get("PYTHONPATH", Var(code.tree, "the synced code"))
-    env["R4090C_RUN_DIR"] = Var(str(run.root), "where a script may write")
-    numa = rank_numa(facts.gpus.value or (), nproc)
+def _python_path(root: str, wished: Var | None) -> Var:
+    """Return PYTHONPATH: the synced code is found first, whatever else was wished."""
+    if wished is None:
+        return Var(root, "the synced code")
+    return Var(f"{root}:{wished.value}", f"the synced code, then what was {wished.reason}", wished.origin)
+
+
+def _rank_plans(node: Node, facts: NodeFacts, env: Mapping[str, Var], first_rank: int, nproc: int) -> tuple[RankPlan, ...]:
+    """Return the ranks of one node, each with its CPUs."""
+    in_pci_order = "CUDA_DEVICE_ORDER" not in env or env["CUDA_DEVICE_ORDER"].value == "PCI_BUS_ID"
+    numa = rank_numa((facts.gpus.value or ()) if in_pci_order else (), nproc, visible_devices(env))
     sets = cpu_sets(facts.cpus.value, numa) if facts.cpus.value is not None else None
     ranks = []
     for local_rank in range(nproc):
@@ -212,7 +214,7 @@ def _node_plan(
             )
         ranks.append(
             RankPlan(
-                rank=node_rank * nproc + local_rank,
+                rank=first_rank + local_rank,
                 local_rank=local_rank,
                 cpus=chosen.cpus if chosen else (),
                 memory_node=chosen.memory_node if chosen else None,
@@ -220,29 +222,29 @@ def _node_plan(
                 env=own,
             )
         )
-    python = node.paths.python
-    torchrun = (
+    return tuple(ranks)
+
+
+def _torchrun(python: str, where: tuple[str, ...], code: Code, job: Job) -> tuple[str, ...]:
+    """Return torchrun's argv on one node: it starts the rank wrapper, which becomes the script."""
+    return (
         python,
         "-m",
         "torch.distributed.run",
-        f"--nnodes={len(peers)}",
-        f"--node-rank={node_rank}",
-        f"--nproc-per-node={nproc}",
-        "--rdzv-backend=static",
-        f"--master-addr={lead.data_address}",
-        f"--master-port={ports.master}",
+        *where,
         "--max-restarts=0",
         "--monitor-interval=0.1",
         f"--shutdown-timeout={SHUTDOWN_TIMEOUT_S}",
         "--no-python",
         python,
+        "-I",  # neither PYTHONPATH nor the script's folder may put a json.py or a signal.py before the standard library's
+        "-S",
         f"{code.tree}/launch/rank.py",
         "--",
         python,
         f"{code.tree}/{job.script}",
         *job.args,
     )
-    return NodePlan(node.name, node_rank, node.data_address, code.tree, torchrun, env, tuple(ranks))
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -258,7 +260,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def _hide(env: dict[str, Any]) -> None:
     for name, var in env.items():
         if is_secret(name):
-            var["value"] = "***"
+            var["value"] = HIDDEN
 
 
 def secrets_of(plan: Plan) -> dict[str, dict[str, str]]:

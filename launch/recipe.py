@@ -5,7 +5,11 @@ Nothing of `train` is imported: the two sides meet in the file.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import difflib
+import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ import yaml
 from r4090c.errors import InputErrors, UsageError
 
 FOLDER = Path(__file__).resolve().parent.parent / "train" / "recipes"
-REQUIRED: dict[str, type | tuple[type, ...]] = {
+REQUIRED: dict[str, type] = {
     "name": str,
     "script": str,
     "model": dict,
@@ -30,6 +34,8 @@ REQUIRED: dict[str, type | tuple[type, ...]] = {
 }
 """Keys every recipe has, and their types; train/ checks the values."""
 POSITIVE = ("steps", "micro_batch", "gradient_accumulation")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""A recipe's name becomes part of a folder's name."""
 
 
 def recipe_names() -> list[str]:
@@ -43,12 +49,13 @@ def is_script(target: str) -> bool:
 
 
 def load_recipe(target: str, sets: Sequence[str] = (), base: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the recipe called `target` (a name, or a path to a YAML file), or `base` (one resolved earlier), with `sets` applied.
+    """Return the recipe `target` (a name, or a path to a YAML file), or `base` (one resolved earlier), with `sets` applied.
 
     Raises UsageError naming the key, the value, and the nearest valid name.
     """
-    path = Path(target) if target.endswith((".yaml", ".yml")) else FOLDER / f"{target}.yaml"
-    if not path.is_file() or (path.parent == FOLDER and path.stem not in recipe_names()):
+    own = target.endswith((".yaml", ".yml"))
+    path = Path(target) if own else FOLDER / f"{target}.yaml"
+    if not (path.is_file() if own else target in recipe_names()):
         near = difflib.get_close_matches(target, recipe_names(), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UsageError(
@@ -58,7 +65,7 @@ def load_recipe(target: str, sets: Sequence[str] = (), base: dict[str, Any] | No
             "r4090c launch --help",
         )
     try:
-        recipe = base if base is not None else yaml.safe_load(path.read_text(encoding="utf-8"))
+        recipe = copy.deepcopy(base) if base is not None else yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(str(path), " ".join(str(error).split()), "a readable YAML recipe") from error
     if not isinstance(recipe, dict):
@@ -80,19 +87,29 @@ def _mistakes(recipe: Mapping[str, Any], source: str) -> list[UsageError]:
     errors = []
     for key, kind in REQUIRED.items():
         if key not in recipe:
-            errors.append(UsageError(f"{source}: {key}", "missing", f"a value of type {_type_name(kind)}"))
+            errors.append(UsageError(f"{source}: {key}", "missing", _wanted(kind)))
         elif not isinstance(recipe[key], kind) or isinstance(recipe[key], bool):
-            errors.append(UsageError(f"{source}: {key}", f"{recipe[key]!r}", f"a value of type {_type_name(kind)}"))
+            errors.append(UsageError(f"{source}: {key}", f"{recipe[key]!r}", _wanted(kind)))
         elif key in POSITIVE and recipe[key] < 1:
             errors.append(UsageError(f"{source}: {key}", f"{recipe[key]!r}", "at least 1"))
-    script = recipe.get("script")
-    if isinstance(script, str) and (script.startswith("/") or ".." in script.split("/")):
-        errors.append(UsageError(f"{source}: script", script, "a file below train/, like main.py"))
+    name, script = recipe.get("name"), recipe.get("script")
+    if isinstance(name, str) and not NAME.fullmatch(name):
+        errors.append(UsageError(f"{source}: name", repr(name), "letters, digits, `.`, `_` and `-`, at most 64"))
+    if isinstance(script, str) and not _is_training_script(script):
+        errors.append(UsageError(f"{source}: script", repr(script), "a Python file below train/, like main.py"))
     return errors
 
 
-def _type_name(kind: type | tuple[type, ...]) -> str:
-    return kind.__name__ if isinstance(kind, type) else " or ".join(one.__name__ for one in kind)
+def _is_training_script(script: str) -> bool:
+    """True for the path, below train/, of a Python file that is there: nothing else is sent to the nodes."""
+    if "\0" in script or "\\" in script or not script.endswith(".py"):
+        return False
+    path = FOLDER.parent / script
+    return path.is_file() and path.resolve().is_relative_to(FOLDER.parent) and ".." not in Path(script).parts
+
+
+def _wanted(kind: type) -> str:
+    return {int: "a whole number", str: "text", dict: "a mapping"}[kind]
 
 
 def _set(recipe: dict[str, Any], text: str) -> None:
@@ -107,30 +124,35 @@ def _set(recipe: dict[str, Any], text: str) -> None:
         raise UsageError(culprit, "the value is not YAML", "a number, a word, true/false, or [a, list]") from error
     *folders, last = name.split(".")
     at: Any = recipe
-    walked: list[str] = []
-    for part in [*folders, last]:
+    for depth, part in enumerate([*folders, last]):
         if not isinstance(at, dict) or part not in at:
-            names = list(at) if isinstance(at, dict) else []
-            near = difflib.get_close_matches(part, [str(key) for key in names], n=1)
-            where = ".".join(walked) or "the recipe"
-            hint = f"; did you mean {'.'.join([*walked, near[0]])}?" if near else ""
-            raise UsageError(
-                culprit,
-                f"{where} has no key {part!r}{hint}",
-                f"one of {', '.join(str(key) for key in names)}" if names else "a key of the recipe",
-            )
-        walked.append(part)
-        if part is last and len(walked) == len(folders) + 1:
-            break
-        at = at[part]
+            raise _no_such_key(culprit, folders[:depth], part, at)
+        if depth < len(folders):
+            at = at[part]
     old = at[last]
     if isinstance(old, float) and isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)  # YAML 1.1 reads 1e-3 as text
-        except ValueError:
-            pass
     if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if old is not None and value is not None and type(old) is not type(value):
-        raise UsageError(culprit, f"{value!r} is a {type(value).__name__}", f"a {type(old).__name__} like {old!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(culprit, f"{raw!r} is no finite number", f"{_told(old)} like {old!r}")
+    if old is not None and type(old) is not type(value):
+        raise UsageError(culprit, f"{value!r} is {_told(value)}", f"{_told(old)} like {old!r}")
     at[last] = value
+
+
+def _no_such_key(culprit: str, walked: Sequence[str], part: str, at: object) -> UsageError:
+    names = [str(key) for key in at] if isinstance(at, dict) else []
+    near = difflib.get_close_matches(part, names, n=1)
+    where = ".".join(walked) or "the recipe"
+    if not names:
+        return UsageError(culprit, f"{where} has no keys of its own", f"--set {where}=VALUE")
+    hint = f"; did you mean {'.'.join([*walked, near[0]])}?" if near else ""
+    return UsageError(culprit, f"{where} has no key {part!r}{hint}", f"one of {', '.join(names)}")
+
+
+def _told(value: object) -> str:
+    """Return what kind of value this is, in YAML's words."""
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+    return "nothing (null)" if value is None else kinds.get(type(value), f"a {type(value).__name__}")

@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from netcheck.judge import exit_code
-from netcheck.preflight import run_preflight
-
 from launch.jobs import Run, find_run, list_runs
 from launch.plan import Code, Job, Plan, Ports, make_plan
 from launch.recipe import is_script, load_recipe
 from launch.supervise import Supervisor
 from launch.sync import digest_of, our_files, sync, user_files
+from netcheck.judge import exit_code
+from netcheck.preflight import run_preflight
 from r4090c.errors import CheckFailed, CouldNotTell, Exit, UsageError
 from r4090c.model import Cluster, Finding, Node, NodeFacts, Status
 from r4090c.paths import RunPaths, SharedPaths, new_run_id

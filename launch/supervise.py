@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
 from typing import Any, Protocol
 
 from launch.diagnose import Cause, first_cause
@@ -30,6 +31,10 @@ NOBODY_S = 30.0
 """est.: when no node at all answers for this long, the controller's own network is the likelier fault."""
 STOP_GRACE_S = 5.0
 """est.: what an agent gets to end its ranks when asked to stop."""
+STOP_ANSWER_S = 45.0
+"""A stop may wait 12 s for a start that goes on, 15 s for the agent, 5.5 s for what it left (launch/agent.py)."""
+LATE_S = 8.0
+"""est.: the gang ends an attempt everywhere in about 3 s; a node that goes on for longer after another has failed is stopped."""
 
 
 class Watcher(Protocol):
@@ -58,6 +63,12 @@ class _NodeView:
     why: str = ""
     events_seen: int = 0
 
+    @property
+    def outcome(self) -> str | None:
+        """What the agent told of its end; None when it told none."""
+        end = (self.state or {}).get("end")
+        return str(end["outcome"]) if end else None
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -74,12 +85,13 @@ class Supervisor:
     def __init__(self, fleet: Fleet, plan: Plan, token: str) -> None:
         self.fleet = fleet
         self.plan = plan
-        self.paths = _run_paths(plan)
+        self.paths = RunPaths(PurePosixPath(plan.run_dir))
         self._token = token
         self._queue: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self._views = {node.name: _NodeView() for node in plan.nodes}
         self._streams: dict[str, Stream] = {}
         self._closing = threading.Event()
+        self._ended_badly_at: float | None = None  # monotonic seconds
 
     @property
     def names(self) -> list[str]:
@@ -100,9 +112,14 @@ class Supervisor:
             name = shell.node.name
             request: dict[str, Any] = {"plan": plan, "node": name, "token": self._token, "secrets": {name: secrets[name]}}
             if name == self.names[0]:
+                folders = (
+                    self.paths.agents,
+                    self.paths.attempt(self.plan.attempt),
+                    self.paths.heartbeats,
+                    self.paths.checkpoints,
+                )
+                request["folders"] = [str(folder) for folder in folders]
                 request["files"] = {str(self.paths.plan): json.dumps(plan, indent=1), **files}
-            folders = (self.paths.agents, self.paths.attempt(self.plan.attempt), self.paths.heartbeats, self.paths.checkpoints)
-            request["folders"] = [str(folder) for folder in folders] if name == self.names[0] else []
             done = shell.run(
                 ["python3", "-I", "-S", f"{self.plan.code.tree}/launch/agent.py", "start"],
                 stdin=json.dumps(request).encode(),
@@ -126,7 +143,7 @@ class Supervisor:
             raise
         for result in results.values():
             if isinstance(result, NodeError):
-                self.stop("the controller (an agent did not start)")
+                self.stop("the controller (an agent did not start)", follows=True)
                 raise result
 
     # ------------------------------------------------------------------ follow
@@ -142,26 +159,38 @@ class Supervisor:
             if self.plan.attempt > 1:
                 files["metrics"][2] = -1
         while not self._closing.is_set():
-            try:
-                what = {"run_id": self.plan.run_id, "node": node.name, "files": list(files.values())}
-                argv = ["python3", "-I", "-S", f"{self.plan.code.tree}/launch/agent.py", "follow", json.dumps(what)]
-                stream = self._streams[node.name] = self.fleet.shell(node.name).stream(argv)
-                stream.set_timeout(SILENT_S)
-                for line in stream.lines():
-                    message = json.loads(line)
-                    if "line" in message:
-                        files[message["line"][0]][2] = message["offset"]
-                    self._queue.put((node.name, message))
-                    if message.get("agent_gone") or (message.get("state") or {}).get("state") == "ended":
-                        stream.close()
-                        return
-                why = "the connection to it broke"
-                stream.close()
-            except (NodeError, ValueError) as error:
-                why = error.observed if isinstance(error, NodeError) else f"it answered nonsense: {error}"
+            why = self._follow_once(node, files)
+            if why is None or self._closing.is_set():  # a stream that `stop` closed says nothing about the node
+                return
             self._queue.put((node.name, {"silent": why}))
             self.fleet.drop(node.name)
             self._closing.wait(0.5)
+
+    def _follow_once(self, node: NodePlan, files: dict[str, list[Any]]) -> str | None:
+        """Queue what the follower on `node` tells; return None when it told the end, else why it stopped telling."""
+        what = {"run_id": self.plan.run_id, "node": node.name, "files": list(files.values())}
+        argv = ["python3", "-I", "-S", f"{self.plan.code.tree}/launch/agent.py", "follow", json.dumps(what)]
+        try:
+            stream = self._streams[node.name] = self.fleet.shell(node.name).stream(argv)
+        except NodeError as error:
+            return error.observed
+        stream.set_timeout(SILENT_S)
+        try:
+            for line in stream.lines():
+                try:
+                    message = json.loads(line)
+                except ValueError:
+                    continue  # a login shell that prints something
+                if not isinstance(message, dict):
+                    continue
+                if "line" in message:
+                    files[message["line"][0]][2] = message["offset"]
+                self._queue.put((node.name, message))
+                if message.get("agent_gone") or (message.get("state") or {}).get("state") == "ended":
+                    return None
+        finally:
+            stream.close()
+        return "the connection to it broke"
 
     def follow(self, watcher: Watcher) -> Outcome:
         """Follow the attempt to its end, and return how it ended. Raises CouldNotTell when no node answers any more."""
@@ -169,6 +198,7 @@ class Supervisor:
             threading.Thread(target=self._follow_one, args=(node,), daemon=True, name=f"follow-{node.name}").start()
         try:
             while not self._finished():
+                self._stop_the_late(watcher)
                 try:
                     name, message = self._queue.get(timeout=0.2)
                 except queue.Empty:
@@ -209,6 +239,20 @@ class Supervisor:
         if message.get("agent_gone"):
             view.over = True
 
+    def _stop_the_late(self, watcher: Watcher) -> None:
+        """Stop the nodes that go on long after another has ended badly: their agents may not have met it yet."""
+        if self._ended_badly_at is None:
+            if any(view.over and view.outcome != "done" for view in self._views.values()):
+                self._ended_badly_at = time.monotonic()
+        elif time.monotonic() - self._ended_badly_at > LATE_S:
+            self._ended_badly_at = float("inf")  # once
+            late = [name for name, view in self._views.items() if not view.over and view.silent_since is None]
+            if late:
+                watcher.note(f"stopping {', '.join(late)}, which went on although the attempt had ended elsewhere")
+                by = "the supervisor (the attempt had ended elsewhere)"
+                ask = {"by": by, "token": self._token, "follows": True}
+                threading.Thread(target=stop_run, args=(self.fleet, self.plan.run_id, late), kwargs=ask, daemon=True).start()
+
     def _finished(self) -> bool:
         now = time.monotonic()
         views = self._views.values()
@@ -228,26 +272,19 @@ class Supervisor:
 
     def _outcome(self) -> Outcome:
         views = self._views
-        if all(view.over and ((view.state or {}).get("end") or {}).get("outcome") == "done" for view in views.values()):
+        if all(view.over and view.outcome == "done" for view in views.values()):
             return Outcome("done", None)
         unreachable = {name: view.why for name, view in views.items() if not view.over}
-        left = self.stop("the supervisor (the attempt ended)", only=[name for name in views if name not in unreachable])
-        states = [view.state for view in views.values() if view.state is not None]
-        events = [event for state in states for event in state.get("events", [])]
+        reachable = [name for name in views if name not in unreachable]
+        left = self.stop("the supervisor (the attempt had ended)", only=reachable, follows=True)
+        events = [event for view in views.values() if view.state is not None for event in view.state.get("events", [])]
         for name, view in views.items():
-            if view.over and ((view.state or {}).get("end") is None):
-                events.append(
-                    {
-                        "node": "controller",
-                        "kind": "agent-lost",
-                        "peer": name,
-                        "time": time.time(),
-                        "detail": f"the agent on {name} is gone",
-                    }
-                )
+            if view.over and view.outcome is None:
+                detail = f"the agent on {name} is gone"
+                events.append({"node": "controller", "kind": "agent-lost", "peer": name, "time": time.time(), "detail": detail})
         cause = first_cause(events, unreachable, self.plan.run_id)
         outcome = "stopped" if cause.kind == "stopped" else "failed"
-        self._write_diagnosis(cause, [name for name in views if name not in unreachable])
+        self._write_diagnosis(cause, reachable)
         return Outcome(outcome, cause, left)
 
     def _write_diagnosis(self, cause: Cause, reachable: Sequence[str]) -> None:
@@ -262,15 +299,16 @@ class Supervisor:
 
     # ------------------------------------------------------------------ stop
 
-    def stop(self, by: str, only: Sequence[str] | None = None) -> Mapping[str, Sequence[int]]:
+    def stop(self, by: str, only: Sequence[str] | None = None, *, follows: bool = False) -> Mapping[str, Sequence[int]]:
         """End the attempt on every node (or `only` those); return node -> pids that would not go.
 
-        Nodes that do not answer are left to their own agents' leases.
+        Nodes that do not answer are left to their own agents' leases. `follows`: the attempt has failed already.
         """
         self._closing.set()
         for stream in list(self._streams.values()):
             stream.close()
-        return stop_run(self.fleet, self.plan.run_id, self.names if only is None else only, by).left
+        names = self.names if only is None else only
+        return stop_run(self.fleet, self.plan.run_id, names, by, token=self._token, follows=follows).left
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,24 +319,26 @@ class Stopped:
     unreachable: Sequence[str]
 
 
-def stop_run(fleet: Fleet, run_id: str, nodes: Sequence[str], by: str) -> Stopped:
-    """End run `run_id` on `nodes`: ask each agent, then sweep what carries the run's mark."""
+def stop_run(
+    fleet: Fleet, run_id: str, nodes: Sequence[str], by: str, *, token: str | None = None, follows: bool = False
+) -> Stopped:
+    """End run `run_id` on `nodes`: ask each agent, then sweep what carries the run's mark. Can be said twice.
+
+    `token`: also keep the start that carries it from happening later. `follows`: this stop is not why the attempt ends.
+    """
 
     def one(shell: Shell) -> dict[str, Any]:
-        request = {"do": "stop", "run_id": run_id, "node": shell.node.name, "by": by, "grace_s": STOP_GRACE_S}
-        value = shell.ask(AGENT, request, timeout_s=30).value
+        request = {"do": "stop", "run_id": run_id, "node": shell.node.name, "by": by, "token": token, "follows": follows}
+        value = shell.ask(AGENT, {**request, "grace_s": STOP_GRACE_S}, timeout_s=STOP_ANSWER_S).value
         assert isinstance(value, dict)
         return value
 
     answers = fleet.map(one, nodes)
+    lost = [name for name, answer in answers.items() if isinstance(answer, NodeError) and answer.verdict is Verdict.LOST]
+    if lost:  # the connection had broken before, or a follower gave it up meanwhile: a new one may do
+        answers.update(fleet.map(one, lost))
     left = {name: answer["left"] for name, answer in answers.items() if not isinstance(answer, NodeError) and answer["left"]}
     return Stopped(left, [name for name, answer in answers.items() if isinstance(answer, NodeError)])
-
-
-def _run_paths(plan: Plan) -> RunPaths:
-    from pathlib import PurePosixPath
-
-    return RunPaths(PurePosixPath(plan.run_dir))
 
 
 def failure(outcome: Outcome, run_id: str) -> R4090cError:

@@ -1,8 +1,8 @@
 """Bring the code to the nodes: one content-addressed tree on the shared folder, verified on every node.
 
 The tree's name is the hash of its content, so an unchanged tree is never sent again and a running job never sees its code
-change. It holds what the nodes need (`launch/agent.py`, `launch/rank.py`, `train/`, `ds_configs/`) and, for a script of the user's
-own, the script's folder below `user/`.
+change. It holds what the nodes need (`launch/agent.py`, `launch/rank.py`, `train/`, `ds_configs/`) and, for a script of the
+user's own, the script's folder below `user/`. What a script writes beside its code does not count as content.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import hashlib
 import io
 import subprocess
 import tarfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath, PurePosixPath
 
-from launch.plan import Code, Ports
+from launch.plan import USER_FOLDER, Code, Ports
 from r4090c.errors import CouldNotTell, UsageError
 from r4090c.paths import SharedPaths
 from r4090c.remote import Fleet, NodeError, Shell
@@ -45,15 +45,18 @@ UNPACK = (
     "t.extractall(aside,**({'filter':'data'} if hasattr(tarfile,'data_filter') else {}));t.close();"
     "old='%s.old%d'%(root,os.getpid());\n"
     "if os.path.isdir(root): os.rename(root,old)\n"
-    "os.rename(aside,root);shutil.rmtree(old,ignore_errors=True)"
+    "try: os.rename(aside,root)\n"
+    "except OSError: shutil.rmtree(aside)\n"
+    "shutil.rmtree(old,ignore_errors=True)"
 )
+"""Where another launch has put the same tree meanwhile, ours is dropped; the digest is looked at afterwards anyway."""
 
 
 def digest_of(files: Mapping[str, bytes]) -> str:
     """Return the sha256 over names and contents (hex). The agent computes the same over the tree it finds."""
     total = hashlib.sha256()
-    for name in sorted(files):
-        total.update(f"{name}\0{hashlib.sha256(files[name]).hexdigest()}\n".encode())
+    for name, content in sorted((name.encode(errors="surrogateescape"), content) for name, content in files.items()):
+        total.update(name + b"\0" + hashlib.sha256(content).hexdigest().encode() + b"\n")
     return total.hexdigest()
 
 
@@ -71,7 +74,8 @@ def our_files() -> dict[str, bytes]:
 def user_files(script: Path, root: Path | None = None) -> dict[str, bytes]:
     """Return the folder of the user's script as `user/…` paths -> content: what git tracks or would, else all but caches.
 
-    Raises UsageError when the script is not below `root` or the folder is larger than 64 MiB.
+    A link to a file of the folder is sent as that file; links out of the folder are not followed. Raises UsageError when the
+    script is not below `root`, a file cannot be read, or the folder is larger than 64 MiB.
     """
     folder = (root or script.parent).resolve()
     if not script.resolve().is_relative_to(folder):
@@ -79,7 +83,11 @@ def user_files(script: Path, root: Path | None = None) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     size = 0
     for file in _listed(folder, script.resolve()):
-        size += file.stat().st_size
+        try:
+            size += file.stat().st_size
+            content = file.read_bytes() if size <= USER_LIMIT_MIB << 20 else b""
+        except OSError as error:
+            raise UsageError(str(file), f"cannot be read: {error.strerror}", "readable code") from error
         if size > USER_LIMIT_MIB << 20:
             raise UsageError(
                 str(folder),
@@ -87,41 +95,43 @@ def user_files(script: Path, root: Path | None = None) -> dict[str, bytes]:
                 "a folder of code; data belongs on the shared storage",
                 f"r4090c launch {script} --code {script.parent}/SMALLER_FOLDER   (or list the data in .gitignore)",
             )
-        files[f"user/{file.relative_to(folder).as_posix()}"] = file.read_bytes()
+        files[f"{USER_FOLDER}/{file.relative_to(folder).as_posix()}"] = content
     return files
 
 
 def _listed(folder: Path, script: Path) -> Sequence[Path]:
     """Return the files of `folder` that make up its code, the script always included."""
+    found = set(_listed_by_git(folder))
+    if not found:  # no repository, or one that ignores the folder
+        found = {file for file in folder.rglob("*") if _may_be_code(file.relative_to(folder))}
+    return sorted(file for file in found | {script} if file.is_file() and file.resolve().is_relative_to(folder))
+
+
+def _listed_by_git(folder: Path) -> Iterator[Path]:
+    """Yield what git tracks, and what it would take that does not lie in a cache."""
+    command = ["git", "-C", str(folder), "ls-files", "-t", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            capture_output=True,
-            timeout=30,
-            check=False,
-        )
-        listed = done.stdout.decode(errors="surrogateescape").split("\0") if done.returncode == 0 else None
+        done = subprocess.run(command, capture_output=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        listed = None
-    if listed is not None:
-        found = {folder / name for name in listed if name}
-    else:
-        found = set()
-        for file in folder.rglob("*"):
-            inside = file.relative_to(folder).parts
-            if not any(part in SKIPPED_FOLDERS or part.startswith(".") for part in inside[:-1]):
-                found.add(file)
-    return sorted(file for file in found | {script} if file.is_file() and not file.is_symlink())
+        return
+    for entry in done.stdout.decode(errors="surrogateescape").split("\0") if done.returncode == 0 else ():
+        tag, _, name = entry.partition(" ")
+        if name and (tag != "?" or _may_be_code(PurePosixPath(name))):
+            yield folder / name
+
+
+def _may_be_code(path: PurePath) -> bool:
+    return not any(part in SKIPPED_FOLDERS or part.startswith(".") for part in path.parts[:-1])
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """Return the files as a tar.gz, the same bytes for the same files."""
+    """Return the files as a tar.gz. A file that begins with `#!` can be executed."""
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=3) as tar:
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=3, format=tarfile.PAX_FORMAT) as tar:
         for name in sorted(files):
             entry = tarfile.TarInfo(name)
             entry.size = len(files[name])
-            entry.mode = 0o644
+            entry.mode = 0o755 if files[name].startswith(b"#!") else 0o644
             tar.addfile(entry, io.BytesIO(files[name]))
     return packed.getvalue()
 
@@ -133,31 +143,22 @@ def sync(fleet: Fleet, nodes: Sequence[str], shared: str, files: Mapping[str, by
     """
     digest = digest_of(files)
     tree = str(SharedPaths(PurePosixPath(shared)).code_tree(digest))
+    names = sorted(files)
 
     def look(shell: Shell) -> dict[str, object]:
-        value = shell.ask(
-            AGENT, {"do": "prepare", "tree": tree, "ports": 2 if shell.node.name == nodes[0] else 0}, timeout_s=30
-        ).value
+        request = {"do": "prepare", "tree": tree, "names": names, "ports": 2 if shell.node.name == nodes[0] else 0}
+        value = shell.ask(AGENT, request, timeout_s=30).value
         assert isinstance(value, dict)
         return value
 
-    seen = _answers(fleet.map(look, nodes))
-    if any(answer["digest"] != digest for answer in seen.values()):
-        writer = fleet.shell(nodes[0])
-        if seen[nodes[0]]["digest"] != digest:
-            parent = str(PurePosixPath(tree).parent)
-            done = writer.run(["mkdir", "-p", "--", parent])
-            if done.rc == 0:
-                done = writer.run(["python3", "-I", "-c", UNPACK, tree], stdin=pack(files), timeout_s=120)
-            if done.rc != 0:
-                last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-                raise CouldNotTell(
-                    nodes[0],
-                    f"cannot write the code to {tree}: {last}",
-                    "a writable shared folder",
-                    f"r4090c preflight --nodes {nodes[0]}",
-                )
-        seen = {**seen, **_answers(fleet.map(look, [name for name in nodes if seen[name]["digest"] != digest]))}
+    # The lead first: a node that looked before the tree is there may believe for a minute that it is not (NFS caches absence).
+    lead = nodes[0]
+    seen = _answers(fleet.map(look, [lead]))
+    ports = seen[lead]["ports"]
+    assert isinstance(ports, list)
+    if seen[lead]["digest"] != digest:
+        _write(fleet.shell(lead), tree, files)
+    seen = _answers(fleet.map(look, [name for name in nodes if name != lead or seen[lead]["digest"] != digest]))
     for name, answer in seen.items():
         if answer["digest"] != digest:
             what = "is not there" if answer["digest"] is None else "has other content"
@@ -167,9 +168,20 @@ def sync(fleet: Fleet, nodes: Sequence[str], shared: str, files: Mapping[str, by
                 f"{shared} to be the same folder on every node",
                 f"r4090c preflight --nodes {nodes[0]},{name}",
             )
-    ports = seen[nodes[0]]["ports"]
-    assert isinstance(ports, list)
     return Code(tree, digest), Ports(master=int(ports[0]), gang=int(ports[1]))
+
+
+def _write(shell: Shell, tree: str, files: Mapping[str, bytes]) -> None:
+    """Write the tree on one node. Raises CouldNotTell."""
+    done = shell.run(["mkdir", "-p", "--", str(PurePosixPath(tree).parent)])
+    if done.rc == 0:
+        done = shell.run(["python3", "-I", "-c", UNPACK, tree], stdin=pack(files), timeout_s=120)
+    if done.rc != 0:
+        name = shell.node.name
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise CouldNotTell(
+            name, f"cannot write the code to {tree}: {last}", "a writable shared folder", f"r4090c preflight --nodes {name}"
+        )
 
 
 def _answers(results: Mapping[str, dict[str, object] | NodeError]) -> dict[str, dict[str, object]]:

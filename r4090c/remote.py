@@ -14,13 +14,14 @@ import functools
 import json
 import os
 import shlex
+import signal
 import socket
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -138,6 +139,12 @@ def _private_key(path: str) -> paramiko.PKey | None:
         return paramiko.PKey.from_path(path)
     except (paramiko.PasswordRequiredException, TypeError):
         return None  # TypeError is what cryptography raises for "password was not given"
+
+
+@functools.lru_cache(maxsize=16)
+def _packed(source: str) -> str:
+    """Return `source` as it travels in argv; packing the probe takes 2 ms, and every node gets the same."""
+    return base64.b64encode(zlib.compress(source.encode(), 9)).decode()
 
 
 @functools.cache
@@ -270,7 +277,7 @@ def _fabric_connection(ssh: Ssh, target: _Target, gateway: Connection | None) ->
 
 
 def _open_gateway(node: Node, target: _Target) -> Connection | None:
-    """Open and return the connection to the node's jump host, None when it has none. Raises whatever the stack raises."""
+    """Open and return the connection to the node's jump host, None when it has none. Raises NodeError, saying so."""
     if not target.jump:
         return None
     user, _, rest = target.jump.rpartition("@")
@@ -285,8 +292,13 @@ def _open_gateway(node: Node, target: _Target) -> Connection | None:
     )
     jump_target = _target(jump)
     gateway = _fabric_connection(jump, jump_target, None)
-    gateway.connect_kwargs["sock"] = _tcp_socket(jump_target.hostname, jump_target.port, node.ssh.connect_timeout_s)
-    gateway.open()
+    try:
+        gateway.connect_kwargs["sock"] = _tcp_socket(jump_target.hostname, jump_target.port, node.ssh.connect_timeout_s)
+        gateway.open()
+    except (OSError, EOFError, paramiko.SSHException) as error:
+        told = _verdict(replace(node, ssh=replace(jump, connect_timeout_s=node.ssh.connect_timeout_s)), error)
+        observed = f"its jump host {target.jump} could not be used: {told.observed}"
+        raise NodeError(node.name, told.verdict, observed, told.expected, told.next_command) from error
     return gateway
 
 
@@ -337,11 +349,6 @@ def fetch_host_keys(node: Node) -> list[tuple[str, str]]:
             if key is not None:
                 found.append((key.get_name(), str(key.get_base64())))
     except (OSError, EOFError, paramiko.SSHException) as error:
-        if target.jump and gateway is None:
-            observed = f"its jump host {target.jump} could not be used: {error or type(error).__name__}"
-            raise NodeError(
-                node.name, Verdict.LOST, observed, "a jump host that is known and lets us in", ssh_command(node)
-            ) from error
         raise _verdict(node, error) from error
     finally:
         if gateway is not None:
@@ -411,7 +418,8 @@ def _verdict(node: Node, error: BaseException) -> NodeError:
             "a key listed in known_hosts",
             f"r4090c provision ssh-trust --nodes {node.name}",
         )
-    if isinstance(error, paramiko.AuthenticationException):
+    no_key = isinstance(error, paramiko.SSHException) and "no authentication methods" in str(error).lower()
+    if no_key or isinstance(error, paramiko.AuthenticationException):
         encrypted = [key for key in target.keys if Path(key).is_file() and _private_key(key) is None]
         observed = f"login as {target.user or 'the current user'} refused by {where}"
         if encrypted:
@@ -476,7 +484,8 @@ class Stream:
 
     def close(self) -> None:
         """Stop reading; the remote side sees its standard streams close."""
-        self._channel.close()
+        with contextlib.suppress(OSError, EOFError):  # the connection may just have been closed by another thread
+            self._channel.close()
 
 
 class Shell:
@@ -538,16 +547,26 @@ class Shell:
         channel = self._exec(argv, env)
         deadline = started + timeout_s
         errors: list[bytes] = []
-        drain = threading.Thread(target=lambda: errors.extend(_received(channel.recv_stderr, deadline, channel)), daemon=True)
-        drain.start()
-        try:
-            if stdin:
-                channel.settimeout(timeout_s)
+
+        def drain() -> None:
+            with contextlib.suppress(OSError):  # the main thread tells a timeout
+                errors.extend(_received(channel.recv_stderr, deadline, channel))
+
+        def feed() -> None:
+            with contextlib.suppress(OSError, EOFError):  # a program may well end before it has read all
                 channel.sendall(stdin)
-            channel.shutdown_write()
+                channel.shutdown_write()
+
+        # Each way has a thread of its own: a program that answers while it is still being fed would block for ever else.
+        threads = [threading.Thread(target=work, daemon=True) for work in (drain, feed)]
+        try:
+            channel.settimeout(timeout_s)
+            for thread in threads:
+                thread.start()
             output = b"".join(_received(channel.recv, deadline, channel))
-            drain.join(max(0.0, deadline - time.monotonic()))
-            channel.status_event.wait(max(0.0, deadline - time.monotonic()))
+            threads[0].join(max(0.0, deadline - time.monotonic()))
+            if not channel.status_event.wait(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
         except TimeoutError as error:
             observed = f"no answer to {argv[0]!r} within {timeout_s:g} s"
             raise NodeError(self.node.name, Verdict.TIMEOUT, observed, "", ssh_command(self.node)) from error
@@ -563,17 +582,20 @@ class Shell:
     def ask(self, source: str, request: object, *, timeout_s: float = 30.0, python: str = "python3") -> Answer:
         """Run `source` (Python >= 3.8, standard library, defines `main(request)`) on the node; return main's JSON answer.
 
-        The node's process ends itself after `timeout_s`. Raises NodeError: no python3, no whole answer, lost connection.
+        The node's process ends itself after `timeout_s`. Raises NodeError: no answer in time, no python3, no whole answer, a
+        login shell that does not run commands, lost connection.
         """
-        packed = base64.b64encode(zlib.compress(source.encode(), 9)).decode()
-        argv = [python, "-I", "-S", "-c", _BOOTSTRAP, str(max(1, int(timeout_s))), packed]
+        argv = [python, "-I", "-S", "-c", _BOOTSTRAP, str(max(1, int(timeout_s))), _packed(source)]
         sent = time.time()
         done = self.run(argv, stdin=json.dumps(request).encode(), timeout_s=timeout_s + 2.0)
         received = time.time()
-        noise, marker, rest = done.stdout.partition("\n" + MARKER)
+        noise, marker, rest = done.stdout.rpartition("\n" + MARKER)
         if marker:
             with contextlib.suppress(ValueError):
-                return Answer(json.loads(rest), noise, sent, received)
+                return Answer(json.loads(rest.partition("\n")[0]), noise, sent, received)
+        if done.rc in (-1, 128 + signal.SIGALRM) and done.duration_s >= max(1, int(timeout_s)):
+            observed = f"no answer within {timeout_s:g} s"
+            raise NodeError(self.node.name, Verdict.TIMEOUT, observed, "", ssh_command(self.node))
         if done.rc == 127 or (done.rc == 126 and "python" in done.stderr):
             remedy = f"{ssh_command(self.node)} sudo apt install -y python3"
             raise NodeError(
@@ -582,6 +604,15 @@ class Shell:
                 f"{python} does not run: {done.stderr.strip()[-200:]}",
                 "Python >= 3.8",
                 remedy,
+            )
+        said = done.stdout.strip().splitlines()
+        if said and not marker and not done.stderr.strip():
+            raise NodeError(
+                self.node.name,
+                Verdict.NOISY_SHELL,
+                f"the login shell does not run commands, it says: {said[-1][-300:]}",
+                "a login shell that runs `sh -c COMMAND` and prints nothing else",
+                f"{ssh_command(self.node)} true",
             )
         last = (done.stderr.strip().splitlines() or [f"exit status {done.rc}"])[-1]
         raise NodeError(
@@ -660,10 +691,11 @@ class Fleet:
     def map(self, function: Callable[[Shell], R], nodes: Iterable[str] | None = None) -> dict[str, R | NodeError]:
         """Return `function(shell)` or the NodeError for each node, all in parallel (at most `pool` at once).
 
-        The order is the inventory's. Any other exception of `function` is raised. On Ctrl-C all connections are closed,
-        which ends the waiting threads.
+        The order is the inventory's. Any other exception of `function` is raised. On Ctrl-C the connections are closed, which
+        ends the waiting threads; the fleet itself stays usable, so that what was begun can be stopped.
         """
-        names = list(self.nodes) if nodes is None else list(nodes)
+        wanted = set(self.nodes if nodes is None else nodes)
+        names = [name for name in self.nodes if name in wanted] + sorted(wanted - set(self.nodes))
 
         def one(name: str) -> R | NodeError:
             try:
@@ -681,7 +713,8 @@ class Fleet:
                 _, pending = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
             return {name: future.result() for name, future in futures.items()}
         except KeyboardInterrupt:
-            self.close()
+            for name in names:
+                self.drop(name)
             raise
         finally:
             executor.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,114 @@
+"""How a run stands, from its agents' files; and the two programs that read them on a node."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.jobs import LIST, READ, STALE_S, run_state
+from launch.plan import SCHEMA
+
+NOW = 1_796_000_000.0
+PLAN: dict[str, Any] = {
+    "schema": SCHEMA,
+    "run_id": "tiny-20261130-014212-a3f1",
+    "attempt": 1,
+    "nodes": [{"name": "node01"}, {"name": "node02"}],
+    "created_at": "2026-01-01T00:00:00Z",
+}
+KILLED = {"node": "node02", "kind": "rank-failed", "rank": 1, "exit_code": -9, "time": NOW - 3}
+
+
+def agent(outcome: str | None = None, age_s: float = 1.0, *events: dict[str, Any]) -> dict[str, Any]:
+    return {"heartbeat": NOW - age_s, "end": {"outcome": outcome} if outcome else None, "events": list(events), "attempt": 1}
+
+
+STOPPED = {"node": "node01", "kind": "stopped", "by": "kim", "time": NOW - 2}
+
+
+@pytest.mark.parametrize(
+    ("agents", "expected"),
+    [
+        ({"node01": agent("done"), "node02": agent("done", 9999)}, ("done", None)),
+        ({"node01": agent(), "node02": agent()}, ("running", None)),
+        ({"node01": agent()}, ("running", None)),
+        ({"node01": agent("done"), "node02": agent()}, ("running", None)),
+        ({"node01": agent("failed", 1, KILLED), "node02": agent()}, ("failed", "rank 1 on node02 was killed by SIGKILL")),
+        ({"node01": agent("stopped", 1, STOPPED), "node02": agent("stopped", 1)}, ("stopped", "stopped by kim")),
+        (
+            {"node01": agent("done"), "node02": agent(None, STALE_S + 1)},
+            ("failed", "node02 stopped answering: its agent told no end"),
+        ),
+        ({"node01": agent("failed", 1)}, ("failed", "node02 stopped answering: its agent told no end")),
+        ({"node01": agent(None, STALE_S + 1)}, ("lost", "no agent has been heard and none told an end")),
+        ({}, ("lost", "no agent has been heard and none told an end")),
+    ],
+)
+def test_run_state(agents: dict[str, Any], expected: tuple[str, str | None]) -> None:
+    assert run_state(PLAN, agents, NOW) == expected
+
+
+def test_a_run_that_starts_is_running_before_any_agent_has_written() -> None:
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(NOW - 3))
+    assert run_state({**PLAN, "created_at": created}, {}, NOW)[0] == "running"
+    assert run_state({**PLAN, "created_at": created}, {}, NOW + STALE_S)[0] == "lost"
+    assert run_state({**PLAN, "created_at": "yesterday"}, {}, NOW)[0] == "lost"
+
+
+def program(source: str) -> Any:
+    space: dict[str, Any] = {}
+    exec(compile(source, "node", "exec"), space)
+    return space["main"]
+
+
+def make_run(top: Path, name: str, **plan: Any) -> Path:
+    folder = top / name
+    (folder / "agents").mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps({**PLAN, "run_id": name, **plan}))
+    return folder
+
+
+def test_list_tells_runs_newest_first_whatever_their_recipes_are_called(tmp_path: Path) -> None:
+    for name in ("zebra-20260101-000000-aaaa", "ant-20260301-000000-bbbb", "tiny-20260201-000000-cccc"):
+        make_run(tmp_path, name)
+    request = {"runs": str(tmp_path), "only": None, "limit": 2, "schema": SCHEMA}
+    found = program(LIST)(request)
+    assert [Path(run["folder"]).name for run in found["runs"]] == ["ant-20260301-000000-bbbb", "tiny-20260201-000000-cccc"]
+    assert abs(found["now"] - time.time()) < 5
+    only = program(LIST)({**request, "only": "zebra-20260101-000000-aaaa"})
+    assert [run["plan"]["run_id"] for run in only["runs"]] == ["zebra-20260101-000000-aaaa"]
+
+
+def test_list_passes_over_what_is_no_run_and_agents_of_earlier_attempts(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "tiny-20260101-000000-aaaa", attempt=2)
+    (folder / "agents" / "node01.json").write_text(json.dumps({"attempt": 2}))
+    (folder / "agents" / "node02.json").write_text(json.dumps({"attempt": 1}))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    make_run(tmp_path, "x-1", schema="somebody's/1")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "plan.json").write_text("[1, 2")
+    (tmp_path / "a file").write_text("")
+    found = program(LIST)({"runs": str(tmp_path), "only": None, "limit": 9, "schema": SCHEMA})["runs"]
+    assert [(run["plan"]["run_id"], list(run["agents"]), run["last"]) for run in found] == [
+        ("tiny-20260101-000000-aaaa", ["node01"], {"step": 2})
+    ]
+    assert program(LIST)({"runs": str(tmp_path / "nothing"), "only": None, "limit": 9, "schema": SCHEMA})["runs"] == []
+
+
+def test_read_goes_on_where_it_was_and_cuts_no_letter_in_two(tmp_path: Path) -> None:
+    log = tmp_path / "0.log"
+    whole = "grüß Gott ✓ 🏖️\n".encode()
+    read, offset, text = program(READ), 0, ""
+    for end in range(1, len(whole) + 1):  # the writer is a byte further each time
+        log.write_bytes(whole[:end])
+        answer = read({"path": str(log), "offset": offset})
+        offset, text = answer["offset"], text + answer["text"]
+    assert text == whole.decode()
+    assert read({"path": str(log), "offset": offset}) == {"error": None, "text": "", "offset": offset}
+    log.write_bytes(b"anew\n")
+    assert read({"path": str(log), "offset": offset})["text"] == "anew\n"
+    assert read({"path": str(tmp_path / "none"), "offset": 7}) == {"error": "No such file or directory", "text": "", "offset": 7}

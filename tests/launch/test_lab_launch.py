@@ -1,0 +1,547 @@
+"""Real attempts on lab nodes: every way to fail ends everywhere, is rightly named, and leaves nothing behind.
+
+The faults of ranks, torchrun and links run under the real torchrun. What only concerns the agents runs under a stand-in
+for it that needs no torch (scripts/quick_python) and so costs a second, not six.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import json
+import secrets
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+
+from launch.jobs import find_run, list_runs
+from launch.plan import Job, Plan, Ports, make_plan
+from launch.supervise import Outcome, Supervisor, stop_run
+from launch.sync import our_files, sync, user_files
+from netcheck.preflight import run_preflight
+from r4090c.errors import CouldNotTell
+from r4090c.inventory import load_cluster
+from r4090c.model import Cluster, NodeFacts
+from r4090c.paths import RunPaths, new_run_id
+from r4090c.remote import Fleet, NodeError
+from tests.lab import Lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ENDS_WITHIN_S = 10.0
+LOST_WITHIN_S = 20.0
+
+
+class Recorder:
+    """A Watcher that keeps everything."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.events: list[Mapping[str, Any]] = []
+        self.notes: list[str] = []
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        self.lines.append(json.dumps(line))
+
+    def log(self, line: str) -> None:
+        self.lines.append(line)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self.events.append(event)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@dataclass
+class Attempt:
+    """One attempt, followed in a thread."""
+
+    lab: Lab
+    supervisor: Supervisor
+    watcher: Recorder
+    thread: threading.Thread
+    outcomes: list[Outcome | Exception]
+
+    @property
+    def plan(self) -> Plan:
+        return self.supervisor.plan
+
+    @property
+    def paths(self) -> RunPaths:
+        return self.supervisor.paths
+
+    def wait_for(self, text: str, timeout_s: float = 40.0) -> None:
+        """Return once every rank has printed `text`."""
+        logs = [Path(self.paths.rank_log(self.plan.attempt, rank)) for rank in range(self.plan.world_size)]
+        until(lambda: all(log.exists() and text in log.read_text() for log in logs), f"no {text!r} of every rank", timeout_s)
+
+    def outcome(self, timeout_s: float) -> Outcome:
+        """Return how it ended; it must within `timeout_s`."""
+        began = time.monotonic()
+        self.thread.join(timeout_s)
+        assert self.outcomes, f"still going on after {time.monotonic() - began:.1f} s; {self.watcher.notes} {self.watcher.events}"
+        if isinstance(self.outcomes[0], Exception):
+            raise self.outcomes[0]
+        return self.outcomes[0]
+
+    def agent(self, node: str) -> dict[str, Any]:
+        """Return agents/<node>.json."""
+        found: dict[str, Any] = json.loads(Path(self.paths.agent(node)).read_text())
+        return found
+
+    def diagnosis(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(Path(self.paths.diagnosis).read_text())
+        return found
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in Path(self.paths.events).read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The lab with an open fleet, and the facts of its nodes."""
+
+    lab: Lab
+    cluster: Cluster
+    fleet: Fleet
+    facts: Mapping[str, NodeFacts]
+
+    def plan(
+        self,
+        script: str,
+        *args: str,
+        nodes: int = 2,
+        nproc: int = 1,
+        real: bool = True,
+        python: Mapping[str, str] | None = None,
+        ports: Ports | None = None,
+    ) -> Plan:
+        """Return a plan for a script of this folder. `python`: node -> another paths.python."""
+        chosen = []
+        for node in self.cluster.nodes[:nodes]:
+            program = (python or {}).get(node.name, node.paths.python if real else str(self.lab.shared / "quick_python"))
+            chosen.append(replace(node, paths=replace(node.paths, python=program)))
+        files = {**our_files(), **user_files(SCRIPTS / script)}
+        code, free = sync(self.fleet, [node.name for node in chosen], str(self.lab.shared), files)
+        run = RunPaths(PurePosixPath(chosen[0].paths.runs) / new_run_id(script.removesuffix(".py")))
+        job = Job(script, f"user/{script}", args, nproc)
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return make_plan(
+            self.cluster, chosen, self.facts, job, run=run, attempt=1, code=code, ports=ports or free, created_at=created
+        )
+
+    def start(self, plan: Plan) -> Attempt:
+        """Start the attempt and follow it."""
+        supervisor, watcher = Supervisor(self.fleet, plan, secrets.token_hex(8)), Recorder()
+        supervisor.start({})
+        outcomes: list[Outcome | Exception] = []
+
+        def follow() -> None:
+            try:
+                outcomes.append(supervisor.follow(watcher))
+            except CouldNotTell as error:
+                outcomes.append(error)
+
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        return Attempt(self.lab, supervisor, watcher, thread, outcomes)
+
+
+def until(condition: Callable[[], bool], otherwise: str, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
+
+
+def pids(lab: Lab, node: str, what: str) -> list[int]:
+    """Return the pids, as the node sees them, of its `agent`, `torchrun` or ranks."""
+
+    def is_it(line: str) -> bool:
+        torchrun = "torch.distributed.run" in line
+        return {"agent": "agent.py daemon" in line, "torchrun": torchrun, "rank": "/user/" in line and not torchrun}[what]
+
+    return [pid for pid, line in lab.processes(node) if is_it(line)]
+
+
+def kill(lab: Lab, node: str, *whats: str, signal_name: str = "KILL") -> None:
+    """Send a signal to all of these at once, from inside the node."""
+    targets = [pid for what in whats for pid in pids(lab, node, what)]
+    assert len(targets) >= len(whats), lab.processes(node)
+    lab.kill(node, " ".join(map(str, targets)), signal_name)  # type: ignore[arg-type]
+
+
+def assert_nothing_left(lab: Lab, timeout_s: float = 5.0) -> None:
+    until(lambda: not any(lab.processes(node) for node in lab.nodes), f"left: {[lab.processes(n) for n in lab.nodes]}", timeout_s)
+
+
+@pytest.fixture(scope="module")
+def bench(lab4: Lab) -> Iterator[Bench]:
+    lab4.mend()
+    cluster = load_cluster(lab4.cluster_file)
+    stand_in = lab4.shared / "quick_python"
+    stand_in.write_bytes((SCRIPTS / "quick_python").read_bytes())
+    stand_in.chmod(0o755)
+    with Fleet(cluster.nodes) as fleet:
+        _, facts, _ = run_preflight(fleet, cluster, cluster.nodes[:2], measure=False)
+        yield Bench(lab4, cluster, fleet, facts)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(bench: Bench) -> Iterator[None]:
+    """Every test leaves every node empty, whatever was done to it; what one leaves all the same does not harm the next."""
+    yield
+    try:
+        assert_nothing_left(bench.lab)
+    except AssertionError:
+        for run in list_runs(bench.fleet, bench.cluster):
+            stop_run(bench.fleet, run.id, run.nodes, "the test's end")
+        raise
+
+
+# ------------------------------------------------------------------------------------------ it ends well
+
+
+def test_a_real_gloo_job_on_two_nodes(bench: Bench) -> None:
+    attempt = bench.start(bench.plan("ring.py", "4"))
+    assert attempt.outcome(60) == Outcome("done", None)
+    assert "step 3" in attempt.watcher.lines
+    allowed = bench.facts["node01"].cpus.value
+    assert allowed is not None
+    assert f"rank 0 of 2 on node01, CPUs {list(attempt.plan.nodes[0].ranks[0].cpus)}: grüß Gott ✓" in attempt.watcher.lines
+    assert set(attempt.plan.nodes[0].ranks[0].cpus) <= set(allowed.allowed)
+    until(lambda: attempt.agent("node02")["state"] == "ended", "node02 did not tell its end")
+    for node in ("node01", "node02"):
+        state = attempt.agent(node)
+        assert (state["end"]["outcome"], state["end"]["cause"]) == ("done", None)
+        assert [event["kind"] for event in state["events"] if event["node"] == node] == ["started", "finished"]
+    assert sorted((event["node"], event["kind"]) for event in attempt.events()) == [
+        ("node01", "finished"),
+        ("node01", "started"),
+        ("node02", "finished"),
+        ("node02", "started"),
+    ]
+    plan = json.loads(Path(attempt.paths.plan).read_text())
+    assert plan["nodes"][0]["torchrun"] == list(attempt.plan.nodes[0].torchrun)
+    assert not Path(attempt.paths.diagnosis).exists()
+    run = find_run(bench.fleet, bench.cluster, attempt.plan.run_id)
+    assert (run.state, run.cause, run.nodes) == ("done", None, ("node01", "node02"))
+
+
+def test_ranks_of_one_node_alone_that_leave_one_after_the_other(bench: Bench) -> None:
+    attempt = bench.start(bench.plan("wait.py", "3", "exit", "1", "0", nodes=1, nproc=2, real=False))
+    assert attempt.outcome(20) == Outcome("done", None)
+    assert attempt.watcher.lines == [f"rank 0 waits in {attempt.plan.code.tree}/user"]
+    assert {rank: record["exit"] for rank, record in attempt.agent("node01")["ranks"].items()} == {"0": 0, "1": 0}
+
+
+def test_a_detached_run_ends_well_by_itself(bench: Bench) -> None:
+    plan = bench.plan("wait.py", "2", real=False)
+    with Fleet(bench.cluster.nodes) as fleet:
+        supervisor = Supervisor(fleet, plan, "token")
+        supervisor.start({})
+        assert find_run(fleet, bench.cluster, plan.run_id).state == "running"
+    del supervisor
+    until(lambda: find_run(bench.fleet, bench.cluster, plan.run_id).state == "done", "it did not end by itself", 15)
+    ends = [json.loads(path.read_text())["end"]["outcome"] for path in sorted(Path(plan.run_dir, "agents").glob("*.json"))]
+    assert ends == ["done", "done"]
+    assert plan.run_id in [run.id for run in list_runs(bench.fleet, bench.cluster)]
+
+
+# ------------------------------------------------------------------------------------------ it fails
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to a running attempt, and what must be said of it."""
+
+    name: str
+    script: tuple[str, ...]
+    strike: Callable[[Lab], None]
+    node: str
+    rank: int | None
+    kind: str
+    says: str
+    real: bool = True
+    within_s: float = ENDS_WITHIN_S
+
+
+def killing(node: str, *whats: str, signal_name: str = "KILL") -> Callable[[Lab], None]:
+    return lambda lab: kill(lab, node, *whats, signal_name=signal_name)
+
+
+def cutting(node: str) -> Callable[[Lab], None]:
+    return lambda lab: lab.cut(node)
+
+
+def nothing(lab: Lab) -> None:
+    """The script does it itself."""
+
+
+RING, WAIT = ("ring.py", "9999"), ("wait.py", "300")
+FAULTS = (
+    Fault("kill-rank", RING, killing("node02", "rank"), "node02", 1, "rank-failed", "was killed by SIGKILL"),
+    Fault("rank-raises", (*RING, "raise", "1"), nothing, "node02", 1, "rank-failed", "ValueError: the test asked for it"),
+    Fault("terminate-rank", WAIT, killing("node02", "rank", signal_name="TERM"), "node02", 1, "rank-failed", "by SIGTERM"),
+    Fault("kill-torchrun", WAIT, killing("node02", "torchrun"), "node02", None, "torchrun-killed", "ended by SIGKILL"),
+    Fault(
+        "terminate-torchrun", WAIT, killing("node01", "torchrun", signal_name="TERM"), "node01", None, "torchrun-killed", "TERM"
+    ),
+    Fault("kill-all", WAIT, killing("node02", "agent", "torchrun", "rank"), "node02", None, "agent-killed", "on node02 died"),
+    Fault("rank-exits-3", (*WAIT, "exit", "0", "3"), nothing, "node01", 0, "rank-failed", "exited with code 3", real=False),
+    Fault("kill-lead-agent", WAIT, killing("node01", "agent"), "node01", None, "agent-killed", "on node01 died", real=False),
+    Fault("kill-member-agent", WAIT, killing("node02", "agent"), "node02", None, "agent-killed", "on node02 died", real=False),
+    Fault("cut-lead", WAIT, cutting("node01"), "node01", None, "node-lost", "node01 was lost", False, LOST_WITHIN_S),
+    Fault("cut-member", WAIT, cutting("node02"), "node02", None, "node-lost", "node02 was lost", False, LOST_WITHIN_S),
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_ends_the_attempt_everywhere_and_is_named(bench: Bench, fault: Fault) -> None:
+    lab = bench.lab
+    attempt = bench.start(bench.plan(*fault.script, real=fault.real))
+    attempt.wait_for("step 2" if fault.script[0] == "ring.py" else "waits")
+    struck = time.monotonic()
+    fault.strike(lab)
+    try:
+        outcome = attempt.outcome(fault.within_s)
+        took_s = time.monotonic() - struck
+        cause = outcome.cause
+        assert cause is not None and outcome.outcome == "failed"
+        assert (cause.node, cause.rank, cause.kind) == (fault.node, fault.rank, fault.kind), (cause, attempt.watcher.events)
+        assert fault.says in cause.summary
+        assert not outcome.left
+        # On a node that is cut off, too, nothing of it goes on: its own agent's lease has ended it.
+        assert_nothing_left(lab, fault.within_s - took_s + 5)
+        assert attempt.diagnosis()["summary"] == cause.summary
+    finally:
+        lab.heal(fault.node)
+    both = ["node01", "node02"]
+    stopped = stop_run(bench.fleet, attempt.plan.run_id, both, "the test")
+    assert (dict(stopped.left), list(stopped.unreachable)) == ({}, [])
+    assert stop_run(bench.fleet, attempt.plan.run_id, both, "the test") == stopped
+    run = find_run(bench.fleet, bench.cluster, attempt.plan.run_id)
+    assert run.state == "failed"
+    assert run.cause is not None and fault.node in run.cause
+
+
+def test_a_port_for_the_ranks_that_is_taken_is_told(bench: Bench) -> None:
+    _, free = sync(bench.fleet, ["node01"], str(bench.lab.shared), our_files())
+    with holding(bench.lab, "node01", free.master):
+        attempt = bench.start(bench.plan("wait.py", "300", ports=free))
+        cause = attempt.outcome(20).cause
+    assert cause is not None
+    assert (cause.node, cause.kind) == ("node01", "port-taken")
+    assert f"port {free.master}" in cause.summary
+
+
+def test_a_port_for_the_agents_that_is_taken_is_told(bench: Bench) -> None:
+    _, free = sync(bench.fleet, ["node01"], str(bench.lab.shared), our_files())
+    with holding(bench.lab, "node01", free.gang):
+        attempt = bench.start(bench.plan("wait.py", "300", real=False, ports=free))
+        cause = attempt.outcome(15).cause
+    assert cause is not None
+    assert (cause.node, cause.kind) == ("node01", "start-failed")
+    assert f":{free.gang}, where the agents meet, was taken" in cause.summary
+
+
+@pytest.mark.parametrize("node", ["node01", "node02"])
+def test_a_training_python_that_is_missing_is_told(bench: Bench, node: str) -> None:
+    attempt = bench.start(bench.plan("wait.py", "300", real=False, python={node: "/nowhere/python"}))
+    cause = attempt.outcome(ENDS_WITHIN_S).cause
+    assert cause is not None
+    assert (cause.node, cause.kind) == (node, "start-failed")
+    assert "/nowhere/python (paths.python): No such file or directory" in cause.summary
+
+
+def test_a_rank_that_fails_before_it_is_known_is_named_by_torchruns_log(bench: Bench) -> None:
+    plan = bench.plan("wait.py", "300", real=False)
+    Path(plan.run_dir, "attempt_1", "1.log").mkdir(parents=True)  # the wrapper cannot open the rank's log
+    attempt = bench.start(plan)
+    cause = attempt.outcome(ENDS_WITHIN_S).cause
+    assert cause is not None
+    assert (cause.node, cause.rank, cause.kind) == ("node02", 1, "rank-failed")
+    assert "IsADirectoryError" in cause.summary
+    assert attempt.agent("node02")["ranks"] == {}
+    until(lambda: "IsADirectoryError" in Path(attempt.paths.torchrun_log(1, "node02")).read_text(), "torchrun's log is not kept")
+
+
+def test_a_training_python_without_torch_is_told(bench: Bench) -> None:
+    attempt = bench.start(bench.plan("wait.py", "300", real=False, python={"node02": "/usr/bin/env"}))
+    cause = attempt.outcome(ENDS_WITHIN_S).cause
+    assert cause is not None
+    assert (cause.node, cause.kind) == ("node02", "torchrun-failed")
+
+
+# ------------------------------------------------------------------------------------------ it is stopped
+
+
+def test_stop_while_it_runs_leaves_nothing(bench: Bench) -> None:
+    attempt = bench.start(bench.plan("wait.py", "300", real=False))
+    attempt.wait_for("waits")
+    began = time.monotonic()
+    assert attempt.supervisor.stop("somebody (Ctrl-C)") == {}
+    assert time.monotonic() - began < ENDS_WITHIN_S
+    assert_nothing_left(bench.lab, 1)
+    run = find_run(bench.fleet, bench.cluster, attempt.plan.run_id)
+    assert (run.state, run.cause) == ("stopped", "stopped by somebody (Ctrl-C)")
+
+
+def test_stop_by_another_controller_is_told_to_the_one_that_follows(bench: Bench) -> None:
+    attempt = bench.start(bench.plan("wait.py", "300", real=False))
+    attempt.wait_for("waits")
+    with Fleet(bench.cluster.nodes) as other:
+        assert stop_run(other, attempt.plan.run_id, ["node01", "node02"], "a colleague").left == {}
+    outcome = attempt.outcome(5)
+    assert outcome.outcome == "stopped"
+    assert outcome.cause is not None and outcome.cause.summary == "stopped by a colleague"
+
+
+def test_stop_right_after_the_start_leaves_nothing(bench: Bench) -> None:
+    supervisor = Supervisor(bench.fleet, bench.plan("wait.py", "300"), "token")
+    supervisor.start({})
+    assert supervisor.stop("somebody") == {}  # torchrun is still importing
+    assert_nothing_left(bench.lab, 1)
+
+
+def test_a_start_that_comes_after_its_stop_is_refused(bench: Bench) -> None:
+    plan = bench.plan("wait.py", "300", real=False)
+    supervisor = Supervisor(bench.fleet, plan, "token")
+    supervisor.stop("somebody impatient")
+    with pytest.raises(NodeError, match="stopped by somebody impatient before it started"):
+        supervisor.start({})
+    assert_nothing_left(bench.lab, 1)
+    with pytest.raises(NodeError):  # said twice, too
+        supervisor.start({})
+
+
+def test_a_second_start_of_a_running_run_is_refused_and_does_not_disturb_it(bench: Bench) -> None:
+    attempt = bench.start(bench.plan("wait.py", "4", real=False))
+    attempt.wait_for("waits")
+    with pytest.raises(NodeError, match="attempt 1 of this run still goes on here"):
+        Supervisor(bench.fleet, replace(attempt.plan, attempt=2), "another token").start({})
+    assert attempt.outcome(15) == Outcome("done", None)
+
+
+def test_ctrl_c_while_the_agents_are_being_started_leaves_nothing(bench: Bench) -> None:
+    plan = bench.plan("wait.py", "300", real=False)
+    profiles = [bench.lab.home(node) / ".bashrc" for node in ("node01", "node02")]
+    try:
+        for profile in profiles:
+            profile.write_text("sleep 1\n")  # so that there is time to interrupt the start
+        threading.Timer(0.5, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            Supervisor(bench.fleet, plan, "token").start({})
+    finally:
+        for profile in profiles:
+            profile.unlink()
+    assert_nothing_left(bench.lab, 3)
+
+
+# ------------------------------------------------------------------------------------------ the surroundings misbehave
+
+
+def test_a_lost_ssh_connection_is_not_a_lost_node(bench: Bench) -> None:
+    attempt = bench.start(bench.plan("wait.py", "6", real=False))
+    attempt.wait_for("waits")
+    with pytest.raises(NodeError):
+        bench.fleet.shell("node01").run(["sh", "-c", "kill -9 $PPID; sleep 5"])  # the sshd that serves us and the follower
+    assert attempt.outcome(20) == Outcome("done", None)
+    assert [note for note in attempt.watcher.notes if note.startswith("node01: the connection to it broke")]
+    assert "node01: answers again" in attempt.watcher.notes
+    assert attempt.watcher.lines == [f"rank 0 waits in {attempt.plan.code.tree}/user"]  # no line twice
+
+
+def test_strangers_at_the_gang_port_do_not_matter(bench: Bench) -> None:
+    attempt = bench.start(bench.plan("wait.py", "3", real=False))
+    attempt.wait_for("waits")
+    greetings = [
+        b"",
+        b"\n",
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"\xff" * 100_000,
+        b"[" * 100_000 + b"\n",
+        b'{"ending": {"kind": "stopped", "node": "node02", "by": "a stranger"}}\n',
+        b'{"hello": "node02", "token": "wrong", "attempt": 1}\n{"ending": {"kind": "stopped", "node": "x"}}\n',
+        b'{"hello": "node01", "token": null, "attempt": 1}\n',
+        *[b""] * 70,
+    ]
+    with contextlib.ExitStack() as stack:
+        for greeting in greetings:
+            stranger = stack.enter_context(
+                socket.create_connection((attempt.plan.gang.address, attempt.plan.gang.port), timeout=5)
+            )
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(greeting)
+        assert attempt.outcome(15) == Outcome("done", None)
+    assert {event["node"] for event in attempt.events()} == {"node01", "node02"}
+
+
+def test_a_shared_folder_that_hangs_does_not_keep_the_agent_from_ending(bench: Bench) -> None:
+    plan = bench.plan("wait.py", "2", real=False)
+    agents = Path(plan.run_dir, "agents")
+    agents.mkdir(parents=True)
+    hanging = agents / "node02.json.tmp"
+    bench.lab.exec("node02", "mkfifo", str(hanging))  # opening it for writing hangs, as on an NFS whose server is gone
+    attempt = bench.start(plan)
+    assert attempt.outcome(20) == Outcome("done", None)
+    assert not (agents / "node02.json").exists()
+
+
+def test_a_full_tmp_does_not_end_the_training(bench: Bench) -> None:
+    lab = bench.lab
+    attempt = bench.start(bench.plan("wait.py", "4", real=False))
+    attempt.wait_for("waits")
+    fill = "mount -o remount,size=1m /tmp && ! cat /dev/zero > /tmp/full 2>/dev/null"
+    try:
+        assert lab.exec("node02", "sh", "-c", fill).returncode == 0
+        assert lab.exec("node02", "sh", "-c", "echo x > /tmp/another").returncode != 0
+        assert attempt.outcome(20) == Outcome("done", None)
+    finally:
+        lab.exec("node02", "sh", "-c", "rm -f /tmp/full /tmp/another; mount -o remount,size=16g /tmp")
+
+
+def test_a_full_tmp_at_the_start_is_told(bench: Bench) -> None:
+    lab = bench.lab
+    fill = "mount -o remount,size=1m /tmp && ! cat /dev/zero > /tmp/full 2>/dev/null"
+    try:
+        assert lab.exec("node02", "sh", "-c", fill).returncode == 0
+        with pytest.raises(NodeError, match="No space left on device") as caught:
+            bench.start(bench.plan("wait.py", "300", real=False))
+        assert caught.value.node == "node02"
+    finally:
+        lab.exec("node02", "sh", "-c", "rm -f /tmp/full; mount -o remount,size=16g /tmp")
+    assert_nothing_left(lab, 2)
+
+
+def test_a_login_shell_that_talks_does_not_matter(bench: Bench) -> None:
+    profile = bench.lab.home("node02") / ".bashrc"
+    profile.write_text("echo 'Welcome to node02!'; echo '{\"line\"'\n")
+    try:
+        attempt = bench.start(bench.plan("wait.py", "1", real=False))
+        assert attempt.outcome(15) == Outcome("done", None)
+    finally:
+        profile.unlink()
+
+
+@contextlib.contextmanager
+def holding(lab: Lab, node: str, port: int) -> Iterator[None]:
+    """Hold a TCP port of a node."""
+    script = f"import socket,time; s=socket.create_server(('', {port})); print('held', flush=True); time.sleep(120)"
+    holder = subprocess.Popen(lab.exec_argv(node, "python3", "-c", script), stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    try:
+        yield
+    finally:
+        for pid in (pid for pid, line in lab.processes(node) if "create_server" in line):
+            lab.kill(node, pid)
+        holder.communicate(timeout=10)

@@ -1,0 +1,158 @@
+"""The plan of an attempt. After a wanted change `python -m tests.launch.test_plan` writes the golden files; read the diff."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+
+from launch.plan import Code, Job, Plan, Ports, make_plan, plan_json, secrets_of
+from r4090c.errors import UsageError
+from r4090c.model import Cluster, Fact, Node, NodeFacts, RdmaPort
+from r4090c.paths import RunPaths
+from tests.launch.facts_of import cluster_of, cpus_of, facts_of, gpu_of, net_of, node_of, rdma_port
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+RUN = RunPaths(PurePosixPath("/mnt/shared/r4090c/runs/tiny-20261130-014212-a3f1"))
+TREE = "/mnt/shared/r4090c/code/0123456789abcdef"
+RECIPE_ARGS = ("--recipe", str(RUN.recipe), "--run-dir", str(RUN.root), "--data-dir", "/mnt/shared/r4090c/data")
+
+
+def planned(cluster: Cluster, facts: Mapping[str, NodeFacts], job: Job, *, nodes: tuple[Node, ...] | None = None) -> Plan:
+    return make_plan(
+        cluster,
+        nodes or cluster.nodes,
+        facts,
+        job,
+        run=RUN,
+        attempt=1,
+        code=Code(TREE, "0123456789abcdef" * 4),
+        ports=Ports(41001, 41002),
+        created_at="2026-11-30T01:42:12Z",
+    )
+
+
+def cpu_nodes() -> tuple[Cluster, dict[str, NodeFacts]]:
+    nodes = [node_of("node01", "10.10.0.11"), node_of("node02", "10.10.0.12", env={"LOCAL": "2"})]
+    facts = {}
+    for node, peer in zip(nodes, reversed(nodes), strict=True):
+        net = net_of({"eth0": node.data_address}, {peer.data_address: "eth0"})
+        facts[node.name] = facts_of(node.name, net=net, cpus=cpus_of({}, [[0], [1]]))
+    return cluster_of(nodes, env={"HF_TOKEN": "hf_secret"}), facts
+
+
+def gpu_nodes() -> tuple[Cluster, dict[str, NodeFacts]]:
+    """Two machines with eight GPUs on two sockets, GPU 0 on the second; RoCE."""
+    nodes = [node_of("node01", "10.10.0.11", 8), node_of("node02", "10.10.0.12", 8)]
+    buses = ("01", "21", "41", "61", "81", "a1", "c1", "e1")
+    gpus = Fact(tuple(gpu_of(index, f"0000:{bus}:00.0", 1 if index < 4 else 0) for index, bus in enumerate(buses)))
+    cpus = cpus_of(
+        {0: [*range(16), *range(32, 48)], 1: [*range(16, 32), *range(48, 64)]}, [[core, core + 32] for core in range(32)]
+    )
+    facts = {}
+    for node, peer in zip(nodes, reversed(nodes), strict=True):
+        net = net_of({"eno1": "192.168.1.1", "enp65s0f0": node.data_address}, {peer.data_address: "enp65s0f0"})
+        rdma: Fact[tuple[RdmaPort, ...]] = Fact((rdma_port("mlx5_0:1", netdev="enp65s0f0"),))
+        facts[node.name] = facts_of(node.name, net=net, cpus=cpus, gpus=gpus, rdma=rdma)
+    return cluster_of(nodes, "roce"), facts
+
+
+TINY = Job("tiny", "train/main.py", RECIPE_ARGS, steps=40)
+
+
+def golden() -> dict[str, Any]:
+    return {
+        "plan-cpu.json": plan_json(planned(*cpu_nodes(), replace(TINY, nproc=2, env={"NCCL_DEBUG": "INFO"}))),
+        "plan-gpu.json": plan_json(planned(*gpu_nodes(), TINY)),
+    }
+
+
+@pytest.mark.parametrize("name", ["plan-cpu.json", "plan-gpu.json"])
+def test_golden(name: str) -> None:
+    assert json.loads(json.dumps(golden()[name])) == json.loads((GOLDEN / name).read_text())
+
+
+def test_secrets_are_in_no_plan_and_yet_reach_the_nodes() -> None:
+    plan = planned(*cpu_nodes(), replace(TINY, env={"WANDB_API_KEY": "w_secret"}))
+    text = json.dumps(plan_json(plan))
+    assert "hf_secret" not in text and "w_secret" not in text
+    assert plan_json(plan)["nodes"][0]["env"]["HF_TOKEN"]["value"] == "***"
+    assert secrets_of(plan) == {name: {"HF_TOKEN": "hf_secret", "WANDB_API_KEY": "w_secret"} for name in ("node01", "node02")}
+
+
+def test_the_plan_is_json_and_changes_nothing_on_the_way() -> None:
+    told = plan_json(planned(*gpu_nodes(), TINY))
+    assert json.loads(json.dumps(told)).keys() == told.keys()
+    assert [rank["rank"] for node in told["nodes"] for rank in node["ranks"]] == list(range(16))
+    assert told["world_size"] == 16
+
+
+def test_every_cpu_belongs_to_one_rank_at_most() -> None:
+    for node in planned(*gpu_nodes(), TINY).nodes:
+        cpus = [cpu for rank in node.ranks for cpu in rank.cpus]
+        assert len(cpus) == len(set(cpus))
+    ranks = planned(*gpu_nodes(), TINY).nodes[0].ranks
+    assert [rank.memory_node for rank in ranks] == [1, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_nodes_with_different_numbers_of_gpus_are_refused_with_the_way_out() -> None:
+    cluster, facts = gpu_nodes()
+    nodes = (cluster.nodes[0], replace(cluster.nodes[1], gpus=4))
+    with pytest.raises(UsageError) as caught:
+        planned(cluster, facts, TINY, nodes=nodes)
+    assert caught.value.observed == "they differ (node01: 8, node02: 4)"
+    assert caught.value.next_command == "--nproc-per-node 4"
+    assert planned(cluster, facts, replace(TINY, nproc=4), nodes=nodes).world_size == 8
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(UsageError, match="node01 has 8 GPUs"):
+        planned(*gpu_nodes(), replace(TINY, nproc=9))
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES leaves 2 GPUs on node01"):
+        planned(*gpu_nodes(), replace(TINY, nproc=4, env={"CUDA_VISIBLE_DEVICES": "6,7"}))
+
+
+def test_visible_devices_decide_how_many_ranks_and_where() -> None:
+    plan = planned(*gpu_nodes(), replace(TINY, env={"CUDA_VISIBLE_DEVICES": "3,4"}))
+    assert [rank.memory_node for rank in plan.nodes[0].ranks] == [1, 0]
+    assert plan.nodes[0].ranks[0].cpus[:3] == (18, 19, 20)
+
+
+def test_another_device_order_makes_the_place_of_a_gpu_unknown() -> None:
+    plan = planned(*gpu_nodes(), replace(TINY, env={"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}))
+    assert {rank.memory_node for rank in plan.nodes[0].ranks} == {None}
+
+
+def test_omp_threads_are_the_users_when_he_sets_them() -> None:
+    plan = planned(*gpu_nodes(), replace(TINY, env={"OMP_NUM_THREADS": "3"}))
+    assert plan.nodes[0].env["OMP_NUM_THREADS"].value == "3"
+    assert all("OMP_NUM_THREADS" not in rank.env for rank in plan.nodes[0].ranks)
+    assert {rank.env["OMP_NUM_THREADS"].value for rank in planned(*gpu_nodes(), TINY).nodes[0].ranks} == {"4"}
+
+
+def test_a_script_of_the_users_own_runs_in_its_folder_and_finds_its_modules() -> None:
+    node = planned(*cpu_nodes(), Job("mine", "user/src/train.py", ("--epochs", "3"))).nodes[0]
+    assert node.cwd == f"{TREE}/user"
+    assert node.env["PYTHONPATH"].value == f"{TREE}/user"
+    assert node.torchrun[-4:] == ("/opt/venv/bin/python", f"{TREE}/user/src/train.py", "--epochs", "3")
+
+
+def test_a_python_path_of_the_users_comes_after_the_synced_code() -> None:
+    node = planned(*cpu_nodes(), replace(TINY, env={"PYTHONPATH": "/data/lib"})).nodes[0]
+    assert node.env["PYTHONPATH"].value == f"{TREE}:/data/lib"
+    assert "then what was set by --env" in node.env["PYTHONPATH"].reason
+
+
+def test_unknown_cpus_leave_the_ranks_unbound_and_say_so() -> None:
+    cluster, _ = cpu_nodes()
+    rank = planned(cluster, {name: facts_of(name) for name in ("node01", "node02")}, TINY).nodes[0].ranks[0]
+    assert (rank.cpus, rank.memory_node, rank.reason) == ((), None, "CPUs unknown: not bound")
+
+
+if __name__ == "__main__":
+    for file, content in golden().items():
+        (GOLDEN / file).write_text(json.dumps(content, indent=1) + "\n")

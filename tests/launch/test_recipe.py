@@ -1,0 +1,176 @@
+"""Recipes: what comes with r4090c loads, `--set` changes what is there, and every mistake names the nearest right thing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.recipe import FOLDER, is_script, load_recipe, recipe_names
+from r4090c.errors import InputErrors, UsageError
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_loads_and_is_json(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe["name"] == name
+    assert json.loads(json.dumps(recipe)) == recipe
+    assert (FOLDER.parent / recipe["script"]).is_file()
+
+
+def test_set_changes_values_of_every_kind() -> None:
+    recipe = load_recipe(
+        "tiny",
+        [
+            "steps=20",
+            "optimizer.lr=1e-3",
+            "optimizer.weight_decay=1",
+            "optimizer.betas=[0.8, 0.9]",
+            "model.config.hidden_size=64",
+            "model.config.use_cache=true",
+            "description=",
+            "ds_config=zero2_offload.json",
+            "seed=-1",
+        ],
+    )
+    assert (recipe["steps"], recipe["seed"], recipe["description"]) == (20, -1, "")
+    assert (recipe["optimizer"]["lr"], recipe["optimizer"]["weight_decay"]) == (0.001, 1.0)
+    assert isinstance(recipe["optimizer"]["weight_decay"], float)
+    assert recipe["optimizer"]["betas"] == [0.8, 0.9]
+    assert (recipe["model"]["config"]["hidden_size"], recipe["model"]["config"]["use_cache"]) == (64, True)
+    assert recipe["ds_config"] == "zero2_offload.json"
+    assert load_recipe("tiny")["steps"] != 20  # nothing is remembered
+
+
+@pytest.mark.parametrize(
+    ("text", "observed", "expected"),
+    [
+        ("stpes=20", "the recipe has no key 'stpes'; did you mean steps?", "one of name, "),
+        ("optimizer.lrr=1", "optimizer has no key 'lrr'; did you mean optimizer.lr?", "one of name, lr, betas"),
+        ("modle.config.hidden_size=1", "did you mean model?", ""),
+        ("steps.more=1", "steps has no keys of its own", "--set steps=VALUE"),
+        ("a..b=1", "the recipe has no key 'a'", ""),
+        ("steps", "no `=`", "key=value"),
+        ("=3", "no key", "key=value"),
+        ("steps=many", "'many' is text", "a whole number like "),
+        ("steps=2.5", "2.5 is a number", "a whole number like "),
+        ("steps=true", "True is true or false", "a whole number like "),
+        ("steps=", "'' is text", "a whole number like "),
+        ("steps=null", "None is nothing (null)", "a whole number like "),
+        ("optimizer.lr=null", "None is nothing (null)", "a number like "),
+        ("optimizer.lr=nan", "'nan' is no finite number", "a number like "),
+        ("optimizer.lr=-.inf", "'-.inf' is no finite number", "a number like "),
+        ("optimizer.lr=fast", "'fast' is text", "a number like "),
+        ("description=7", "7 is a whole number", "text like "),
+        ("optimizer=adam", "'adam' is text", "a mapping like "),
+        ("steps=[1", "the value is not YAML", ""),
+        ("steps=0", "0", "at least 1"),
+        ("micro_batch=-4", "-4", "at least 1"),
+    ],
+)
+def test_mistakes_of_set(text: str, observed: str, expected: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_recipe("tiny", [text])
+    assert observed in caught.value.observed
+    assert caught.value.expected.startswith(expected)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(InputErrors) as caught:
+        load_recipe("tiny", ["stpes=1", "seed=x", "steps=0"])
+    assert len(caught.value.errors) == 3
+
+
+@pytest.mark.parametrize("target", ["tinny", "", "../recipes/tiny", "/etc/passwd", "tiny\n", "nothing.yaml", "tiny.yaml"])
+def test_a_recipe_that_is_not_there(target: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_recipe(target)
+    assert "tiny" in caught.value.expected
+    if target == "tinny":
+        assert caught.value.observed == "there is none (did you mean tiny?)"
+
+
+def own(tmp_path: Path, **changes: Any) -> str:
+    """Write a recipe of the user's own; a value of None drops the key."""
+    recipe = {key: value for key, value in {**load_recipe("tiny"), **changes}.items() if value is not None}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return str(path)
+
+
+def test_a_recipe_of_the_users_own(tmp_path: Path) -> None:
+    assert load_recipe(own(tmp_path, name="mine", steps=7), ["seed=5"])["steps"] == 7
+
+
+HOSTILE = ["../main.py", "/etc/passwd", "/main.py", "", ".", "recipes/../../launch/agent.py", "main.py\0", "..\\main.py"]
+
+
+@pytest.mark.parametrize("script", [*HOSTILE, "none.py", "recipes/tiny.yaml"])
+def test_a_hostile_or_missing_script_is_refused(tmp_path: Path, script: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_recipe(own(tmp_path, script=script))
+    assert caught.value.expected == "a Python file below train/, like main.py"
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "", "-x", "x" * 65, "a b", "ü", "."])
+def test_a_name_that_cannot_be_part_of_a_folder_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="letters, digits"):
+        load_recipe(own(tmp_path, name=name))
+
+
+@pytest.mark.parametrize(
+    ("changes", "observed"),
+    [({"optimizer": "adamw"}, "'adamw'"), ({"steps": True}, "True"), ({"seed": None}, "missing"), ({"model": [1]}, "[1]")],
+)
+def test_a_missing_or_mistyped_key(tmp_path: Path, changes: dict[str, Any], observed: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_recipe(own(tmp_path, **changes))
+    assert caught.value.observed == observed
+    assert next(iter(changes)) in caught.value.culprit
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "", "just text", "a: [1\n", "\x00"])
+def test_a_file_that_is_no_recipe(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError):
+        load_recipe(str(path))
+
+
+def test_a_resumed_recipe_is_changed_without_changing_the_old_one() -> None:
+    before = load_recipe("tiny", ["steps=9"])
+    after = load_recipe("tiny", ["optimizer.lr=0.5"], base=before)
+    assert (after["steps"], after["optimizer"]["lr"]) == (9, 0.5)
+    assert before["optimizer"]["lr"] != 0.5
+
+
+@given(st.text(max_size=30))
+def test_any_text_of_set_is_a_recipe_or_a_usage_error(text: str) -> None:
+    try:
+        recipe = load_recipe("tiny", [text])
+    except UsageError as error:
+        assert error.culprit
+    else:
+        json.dumps(recipe, allow_nan=False)
+
+
+@given(st.sampled_from(["steps", "optimizer.lr", "description", "model", "resume", "optimizer.betas"]), st.text(max_size=30))
+def test_any_value_of_set_keeps_the_kind(key: str, value: str) -> None:
+    before = load_recipe("tiny")
+    try:
+        after = load_recipe("tiny", [f"{key}={value}"])
+    except UsageError:
+        return
+    first, _, second = key.partition(".")
+    assert type(after[first]) is type(before[first])
+    if second:
+        assert type(after[first][second]) is type(before[first][second])
+
+
+def test_what_is_a_script() -> None:
+    assert is_script("./train.py") and not is_script("tiny") and not is_script("tiny.yaml")
