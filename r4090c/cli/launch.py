@@ -172,6 +172,8 @@ class _View:
 
     def __init__(self, plan: Plan, began: float) -> None:
         self.plan, self.began = plan, began
+        self._since: float | None = None
+        """When the lead's agent started, by the lead's clock, which also stamps the metrics."""
         self.first: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
         self._rates: list[float] = []
@@ -188,13 +190,18 @@ class _View:
         return rates[len(rates) // 2] if rates else None
 
     def fresh(self, line: Mapping[str, Any]) -> bool:
-        """Take a metrics line; False for one of an earlier attempt."""
-        if not isinstance(line.get("step"), int) or float(line.get("time", 0)) < self.began - 5:
+        """Take a metrics line; False for one of an earlier attempt, which a resumed run writes again."""
+        if not isinstance(line.get("step"), int) or (self._since is not None and float(line.get("time", 0)) < self._since):
             return False
         self.first = self.first or dict(line)
         self.last = dict(line)
         self._rates.append(float(line.get("tokens_per_s") or 0.0))
         return True
+
+    def note_start(self, event: Mapping[str, Any]) -> None:
+        """Take the lead's start as the beginning of this attempt."""
+        if event.get("kind") == "started" and event.get("node") == self.plan.nodes[0].name:
+            self._since = float(event["time"])
 
     def left_s(self) -> float | None:
         """Return the estimated seconds to the last step."""
@@ -226,6 +233,7 @@ class _Plain(_View):
             click.echo(line, err=self._err)
 
     def event(self, event: Mapping[str, Any]) -> None:
+        self.note_start(event)
         if event.get("kind") not in ("started", "finished"):
             click.echo(f"{event.get('node')}: {event.get('kind')}: {event.get('detail', '')}", err=True)
 
@@ -269,6 +277,7 @@ class _Bar(_View):
         return
 
     def event(self, event: Mapping[str, Any]) -> None:
+        self.note_start(event)
         if event.get("kind") not in ("started", "finished"):
             self._bar.console.print(f"{event.get('node')}: {event.get('kind')}: {event.get('detail', '')}", soft_wrap=True)
 

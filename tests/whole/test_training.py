@@ -95,8 +95,13 @@ def test_a_killed_run_is_named_listed_and_resumed_exactly(lab4: Lab, state: Path
     code, log, errors = cli.run("logs", jobs[0]["id"], "--rank", "0", *cluster, state=state)
     assert code == 0 and "step 5" in log, errors
 
-    resumed = launched(lab4, state, "--resume")
-    assert resumed["run_id"] == jobs[0]["id"] and resumed["outcome"] == "done"
+    code, output, errors = cli.run("launch", "tiny", "--resume", *cluster, state=state)
+    assert code == 0, errors
+    assert [line.split("/")[0] for line in output.splitlines() if line.startswith("step")] == [
+        f"step {n}" for n in range(4, STEPS + 1)
+    ]
+    resumed = [job for job in cli.run_json("jobs", *cluster, state=state) if job["id"] == jobs[0]["id"]][0]
+    assert resumed["state"] == "done" and resumed["attempt"] == 2
     assert losses(resumed["run_dir"]) == losses(two_nodes["run_dir"])
     first_of_second_attempt = (Path(resumed["run_dir"]) / "attempt_2" / "0.log").read_text()
     assert re.search(r"step 4\b", first_of_second_attempt) and not re.search(r"step 3/", first_of_second_attempt)
