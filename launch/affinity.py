@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from r4090c.model import CpuFact, Gpu
 
 RESERVED_CORES = 2
-"""est.: whole cores a NUMA node keeps for NIC interrupts and the NCCL proxy, where it has at least four a rank."""
+"""est.: whole cores a NUMA node keeps for NIC interrupts, where it has at least four a rank."""
 MAX_OMP_THREADS = 8
 """est.: on a GPU rank the CPU work is data loading and optimizer glue; more OpenMP threads only contend."""
 
@@ -54,7 +54,7 @@ def cpu_sets(cpus: CpuFact, gpu_numa: Sequence[int | None]) -> tuple[CpuSet, ...
                 if len(of_node) > 1
                 else "all allowed CPUs"
             )
-            kept = f", {spare} cores kept for interrupts and the NCCL proxy" if spare else ""
+            kept = f", {spare} cores kept for NIC interrupts" if spare else ""
             shared = ", shared: fewer cores than ranks" if len(usable) < len(ranks) else ""
             sets[rank] = CpuSet(
                 cpus=tuple(sorted(cpu for core in mine for cpu in core)),

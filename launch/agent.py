@@ -661,21 +661,22 @@ class SharedCopy:
                 return
 
     def _write(self, text: str, lines: List[str]) -> None:
-        if text:
-            os.makedirs(os.path.dirname(self._state), exist_ok=True)
-            write_text(self._state, text)
+        """Write all that is new; the state last, so that whoever reads an end in it finds the rest."""
+        for folder in (os.path.dirname(self._state), os.path.dirname(self._log)):
+            os.makedirs(folder, exist_ok=True)
         if lines:
             with open(self._events, "a", encoding="utf-8") as handle:
                 handle.write("".join(lines))
             with self._lock:
                 del self._lines[: len(lines)]
         if os.path.exists(self._local_log) and os.path.getsize(self._local_log) > self._copied:
-            os.makedirs(os.path.dirname(self._log), exist_ok=True)
             with open(self._local_log, "rb") as source, open(self._log, "ab") as copy:
                 source.seek(self._copied)
                 data = source.read()
                 copy.write(data)
             self._copied += len(data)
+        if text:
+            write_text(self._state, text)
 
 
 # ----------------------------------------------------------------------------- the agent
@@ -1016,7 +1017,9 @@ def start_held(request: Json, folder: str) -> Json:
     except BrokenPipeError:
         pass  # it died: told below
     deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and daemon.poll() is None:
+    over = False
+    while not over:
+        over = daemon.poll() is not None or time.monotonic() > deadline  # then one last look: it may have failed, and said so
         found = read_json(os.path.join(folder, "state.json"))
         if found is not None:
             return {"pid": daemon.pid, "state": found["state"]}

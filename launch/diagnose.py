@@ -34,6 +34,8 @@ SIGNALS = {
     15: "SIGTERM",
 }
 SIGABRT, SIGTERM = 6, 15
+NOISE = re.compile(r"\[c10d\] The hostname of the client socket cannot be retrieved")
+"""torch's remark on every address without a reverse name; it explains nothing."""
 LAST_LINES = 12
 
 STOPPED, STRONG, TORCHRUN, LOST, TERMINATED, WEAK, NOTHING = 0, 10, 20, 30, 35, 40, 90
@@ -58,21 +60,49 @@ class Cause:
     time: float | None = None
 
 
-def first_cause(events: Sequence[Mapping[str, Any]], unreachable: Mapping[str, str], run_id: str) -> Cause:
+def first_cause(
+    events: Sequence[Mapping[str, Any]],
+    unreachable: Mapping[str, str],
+    run_id: str,
+    *,
+    recipe: str | None = None,
+    ssh: Mapping[str, str] | None = None,
+) -> Cause:
     """Return the first cause.
 
     `events` are agents' events in any order, duplicates allowed; the order does not matter. `unreachable`: node -> why the
     controller lost it. Events that a stronger cause explains (a peer's connection error, "agent lost" seen by the others) never
-    win over it.
+    win over it. `recipe`: what `launch --resume` takes, None for a script of the user's own. `ssh`: node -> the ssh command that
+    reaches it.
     """
+    next_commands = _Next(run_id, recipe, ssh or {})
     ordered = sorted(_unique(events), key=lambda event: (_weight(event, unreachable), *_order(event)))
     if ordered and _weight(ordered[0], unreachable) <= LOST:
-        return _cause(ordered[0], ordered, unreachable, run_id)
+        return _cause(ordered[0], ordered, unreachable, next_commands)
     for node, why in sorted(unreachable.items()):
         return Cause("node-lost", node, None, f"{node} stopped answering: {why}", why, f"r4090c preflight --nodes {node}")
     if ordered and _weight(ordered[0], unreachable) < NOTHING:
-        return _cause(ordered[0], ordered, unreachable, run_id)
+        return _cause(ordered[0], ordered, unreachable, next_commands)
     return Cause("unknown", "?", None, "the attempt ended and no agent told why", "", f"r4090c logs {run_id}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """What a person types next."""
+
+    run_id: str
+    recipe: str | None
+    ssh: Mapping[str, str]
+
+    def logs(self) -> str:
+        return f"r4090c logs {self.run_id}"
+
+    def again(self) -> str:
+        """Return how the run goes on; a script of the user's own knows no resume."""
+        return f"r4090c launch {self.recipe} --resume {self.run_id}" if self.recipe else self.logs()
+
+    def kernel_log(self, node: str) -> str:
+        return f"{self.ssh.get(node, f'ssh {node}')} journalctl -k -n 50"
 
 
 def _unique(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -136,7 +166,8 @@ def _weight(event: Mapping[str, Any], unreachable: Mapping[str, str]) -> int:
 
 def _log(event: Mapping[str, Any]) -> str:
     """Return the last lines of the event's log that say something."""
-    return "\n".join([line for line in str(event.get("log_tail", "")).splitlines() if line.strip()][-LAST_LINES:])
+    lines = [line for line in str(event.get("log_tail", "")).splitlines() if line.strip() and not NOISE.search(line)]
+    return "\n".join(lines[-LAST_LINES:])
 
 
 def _is_consequence(event: Mapping[str, Any]) -> bool:
@@ -149,14 +180,16 @@ def _port_taken(event: Mapping[str, Any]) -> bool:
     return PORT_TAKEN.search(_log(event)) is not None
 
 
-def _cause(event: Mapping[str, Any], ordered: Sequence[Mapping[str, Any]], unreachable: Mapping[str, str], run_id: str) -> Cause:
+def _cause(
+    event: Mapping[str, Any], ordered: Sequence[Mapping[str, Any]], unreachable: Mapping[str, str], next_commands: _Next
+) -> Cause:
     kind, node, when = str(event.get("kind")), str(event.get("node")), _when(event)
     rank = event.get("rank")
-    logs = f"r4090c logs {run_id}"
-    kernel_log = f"ssh {node} journalctl -k -n 50"
+    logs = next_commands.logs()
+    kernel_log = next_commands.kernel_log(node)
     detail = str(event.get("detail", ""))
     if kind == "stopped":
-        return Cause(kind, node, None, f"stopped by {event.get('by')}", "", f"r4090c launch RECIPE --resume {run_id}", when)
+        return Cause(kind, node, None, f"stopped by {event.get('by')}", "", next_commands.again(), when)
     if kind == "torchrun-killed":
         return Cause(
             kind, node, None, f"torchrun on {node} was ended by {_signal(event.get('signal'))}", detail, kernel_log, when
@@ -173,12 +206,10 @@ def _cause(event: Mapping[str, Any], ordered: Sequence[Mapping[str, Any]], unrea
             port = PORT.search(text)
             which = f"port {port.group(1)}" if port else "its port"
             said = f"{which}, where the ranks meet, was taken by another process"
-            return Cause(
-                "port-taken", node, None, f"{node} could not start: {said}", text, f"r4090c launch RECIPE --resume {run_id}", when
-            )
+            return Cause("port-taken", node, None, f"{node} could not start: {said}", text, next_commands.again(), when)
         said = _error_line(text)
         return Cause(kind, node, None, f"torchrun on {node} failed" + (f": {said}" if said else ""), text, logs, when)
-    return _loss_cause(event, ordered, unreachable)
+    return _loss_cause(event, ordered, unreachable, next_commands)
 
 
 def _rank_cause(event: Mapping[str, Any], node: str, rank: int | None, logs: str, kernel_log: str) -> Cause:
@@ -197,7 +228,9 @@ def _rank_cause(event: Mapping[str, Any], node: str, rank: int | None, logs: str
     return Cause("rank-failed", node, rank, summary, text, next_command, _when(event))
 
 
-def _loss_cause(event: Mapping[str, Any], ordered: Sequence[Mapping[str, Any]], unreachable: Mapping[str, str]) -> Cause:
+def _loss_cause(
+    event: Mapping[str, Any], ordered: Sequence[Mapping[str, Any]], unreachable: Mapping[str, str], next_commands: _Next
+) -> Cause:
     """Return the cause for a silent agent or node: whom most accuse, and among equals one that the controller lost as well."""
     losses = [one for one in ordered if one.get("kind") in ("node-lost", "agent-lost")]
     accused: dict[str, set[str]] = {}
@@ -210,7 +243,7 @@ def _loss_cause(event: Mapping[str, Any], ordered: Sequence[Mapping[str, Any]], 
     detail, when = str(shown.get("detail", "")), _when(event)
     if lost not in unreachable and lost in firm:
         summary = f"the agent on {lost} died (its node still answers)"
-        return Cause("agent-killed", lost, None, summary, detail, f"ssh {lost} journalctl -k -n 50", when)
+        return Cause("agent-killed", lost, None, summary, detail, next_commands.kernel_log(lost), when)
     accuser = str(shown.get("node"))
     if lost not in unreachable and accused.get(accuser) == {lost} and len(accused[lost]) == 1:
         summary = f"{accuser} and {lost} lost each other on the data network, though both answer over SSH"

@@ -119,7 +119,7 @@ def run_state(plan: Mapping[str, Any], agents: Mapping[str, Mapping[str, Any]], 
     if any(end is not None for end in ends):
         events = [event for agent in agents.values() for event in agent.get("events", [])]
         silent = {name: "its agent told no end" for name in names if name not in agents or agents[name].get("end") is None}
-        cause = first_cause(events, silent, plan["run_id"])
+        cause = first_cause(events, silent, plan["run_id"], recipe=plan["recipe"] if plan.get("steps") else None)
         return ("stopped" if cause.kind == "stopped" else "failed"), cause.summary
     if not agents and now - _seconds(plan["created_at"]) < STALE_S:
         return "running", None

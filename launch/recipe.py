@@ -19,7 +19,7 @@ import yaml
 from r4090c.errors import InputErrors, UsageError
 
 FOLDER = Path(__file__).resolve().parent.parent / "train" / "recipes"
-REQUIRED: dict[str, type] = {
+REQUIRED: dict[str, type | tuple[type, ...]] = {
     "name": str,
     "script": str,
     "model": dict,
@@ -27,12 +27,16 @@ REQUIRED: dict[str, type] = {
     "steps": int,
     "micro_batch": int,
     "gradient_accumulation": int,
+    "precision": str,
     "optimizer": dict,
+    "schedule": dict,
+    "gradient_clipping": (int, float),
     "ds_config": str,
     "checkpoint": dict,
     "seed": int,
 }
 """Keys every recipe has, and their types; train/ checks the values."""
+OPTIONAL = ("description", "resume")
 POSITIVE = ("steps", "micro_batch", "gradient_accumulation")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A recipe's name becomes part of a folder's name."""
@@ -41,6 +45,11 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with r4090c."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def ds_config_names() -> list[str]:
+    """Return the DeepSpeed configurations that come with r4090c."""
+    return sorted(path.name for path in (FOLDER.parent.parent / "ds_configs").glob("*.json"))
 
 
 def is_script(target: str) -> bool:
@@ -83,7 +92,7 @@ def load_recipe(target: str, sets: Sequence[str] = (), base: dict[str, Any] | No
 
 
 def _mistakes(recipe: Mapping[str, Any], source: str) -> list[UsageError]:
-    """Return one error a missing or mistyped key."""
+    """Return one error for each missing, mistyped or unknown key, and for what is not there."""
     errors = []
     for key, kind in REQUIRED.items():
         if key not in recipe:
@@ -92,6 +101,15 @@ def _mistakes(recipe: Mapping[str, Any], source: str) -> list[UsageError]:
             errors.append(UsageError(f"{source}: {key}", f"{recipe[key]!r}", _wanted(kind)))
         elif key in POSITIVE and recipe[key] < 1:
             errors.append(UsageError(f"{source}: {key}", f"{recipe[key]!r}", "at least 1"))
+    for key in recipe:
+        if key not in REQUIRED and key not in OPTIONAL:
+            near = difflib.get_close_matches(str(key), [*REQUIRED, *OPTIONAL], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            errors.append(UsageError(f"{source}: {key}", f"unknown{hint}", f"one of {', '.join([*REQUIRED, *OPTIONAL])}"))
+    config = recipe.get("ds_config")
+    if isinstance(config, str) and not config.startswith("/") and config not in ds_config_names():
+        wanted = f"one of {', '.join(ds_config_names())}, or the absolute path of a DeepSpeed JSON on the nodes"
+        errors.append(UsageError(f"{source}: ds_config", repr(config), wanted))
     name, script = recipe.get("name"), recipe.get("script")
     if isinstance(name, str) and not NAME.fullmatch(name):
         errors.append(UsageError(f"{source}: name", repr(name), "letters, digits, `.`, `_` and `-`, at most 64"))
@@ -108,8 +126,8 @@ def _is_training_script(script: str) -> bool:
     return path.is_file() and path.resolve().is_relative_to(FOLDER.parent) and ".." not in Path(script).parts
 
 
-def _wanted(kind: type) -> str:
-    return {int: "a whole number", str: "text", dict: "a mapping"}[kind]
+def _wanted(kind: type | tuple[type, ...]) -> str:
+    return {int: "a whole number", str: "text", dict: "a mapping"}[kind] if isinstance(kind, type) else "a number"
 
 
 def _set(recipe: dict[str, Any], text: str) -> None:

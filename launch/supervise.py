@@ -21,7 +21,7 @@ from launch.plan import NodePlan, Plan, plan_json, secrets_of
 from launch.sync import AGENT
 from r4090c.errors import CouldNotTell, R4090cError, TrainingFailed
 from r4090c.paths import RunPaths
-from r4090c.remote import Fleet, NodeError, Shell, Stream, Verdict
+from r4090c.remote import Fleet, NodeError, Shell, Stream, Verdict, ssh_command
 
 SILENT_S = 3.0
 """A follower prints a beat every second; this long without one and its connection is reopened."""
@@ -276,13 +276,19 @@ class Supervisor:
             return Outcome("done", None)
         unreachable = {name: view.why for name, view in views.items() if not view.over}
         reachable = [name for name in views if name not in unreachable]
-        left = self.stop("the supervisor (the attempt had ended)", only=reachable, follows=True)
+        left = self.stop("the supervisor (the attempt had ended)", only=reachable, follows=True).left
         events = [event for view in views.values() if view.state is not None for event in view.state.get("events", [])]
         for name, view in views.items():
             if view.over and view.outcome is None:
                 detail = f"the agent on {name} is gone"
                 events.append({"node": "controller", "kind": "agent-lost", "peer": name, "time": time.time(), "detail": detail})
-        cause = first_cause(events, unreachable, self.plan.run_id)
+        cause = first_cause(
+            events,
+            unreachable,
+            self.plan.run_id,
+            recipe=None if self.plan.steps is None else self.plan.recipe,
+            ssh={name: ssh_command(self.fleet.nodes[name]) for name in self.names},
+        )
         outcome = "stopped" if cause.kind == "stopped" else "failed"
         self._write_diagnosis(cause, reachable)
         return Outcome(outcome, cause, left)
@@ -299,8 +305,8 @@ class Supervisor:
 
     # ------------------------------------------------------------------ stop
 
-    def stop(self, by: str, only: Sequence[str] | None = None, *, follows: bool = False) -> Mapping[str, Sequence[int]]:
-        """End the attempt on every node (or `only` those); return node -> pids that would not go.
+    def stop(self, by: str, only: Sequence[str] | None = None, *, follows: bool = False) -> Stopped:
+        """End the attempt on every node (or `only` those); return what would not go and who did not answer.
 
         Nodes that do not answer are left to their own agents' leases. `follows`: the attempt has failed already.
         """
@@ -308,7 +314,7 @@ class Supervisor:
         for stream in list(self._streams.values()):
             stream.close()
         names = self.names if only is None else only
-        return stop_run(self.fleet, self.plan.run_id, names, by, token=self._token, follows=follows).left
+        return stop_run(self.fleet, self.plan.run_id, names, by, token=self._token, follows=follows)
 
 
 @dataclass(frozen=True, slots=True)

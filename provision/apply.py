@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import inspect
-import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +34,7 @@ from provision.ssh_trust import (
 )
 from provision.steps import CONTROLLER, MakeKey, Step
 from r4090c.errors import CheckFailed, Exit, UsageError
+from r4090c.inventory import config_folder
 from r4090c.model import Cluster, Node
 from r4090c.remote import (
     Fleet,
@@ -351,11 +351,6 @@ def _count(number: int, noun: str) -> str:
 
 
 # --------------------------------------------------------------------------- this machine's known_hosts
-
-
-def config_folder() -> Path:
-    """Return the folder of what r4090c keeps on this machine: $R4090C_CONFIG, else ~/.config/r4090c."""
-    return Path(os.environ.get("R4090C_CONFIG") or "~/.config/r4090c").expanduser()
 
 
 def known_hosts_file(node: Node) -> str:

@@ -1035,9 +1035,14 @@ def _default_ssh_config() -> str:
     return path if os.access(path, os.F_OK) else ""
 
 
+def config_folder() -> Path:
+    """Return the folder of what r4090c keeps on this machine: $R4090C_CONFIG, else ~/.config/r4090c."""
+    return Path(os.environ.get("R4090C_CONFIG") or _expand_home("~/.config/r4090c"))
+
+
 def _default_known_hosts() -> list[str]:
     """Return ~/.ssh/known_hosts when it exists, and ours, which `r4090c provision` writes."""
-    users, ours = _expand_home("~/.ssh/known_hosts"), _expand_home("~/.config/r4090c/known_hosts")
+    users, ours = _expand_home("~/.ssh/known_hosts"), str(config_folder() / "known_hosts")
     return [users, ours] if os.access(users, os.F_OK) else [ours]
 
 

@@ -425,7 +425,10 @@ def _verdict(node: Node, error: BaseException) -> NodeError:
         if encrypted:
             observed += f"; the key {encrypted[0]} is encrypted and no agent offers it"
         return verdict(
-            Verdict.AUTH_FAILED, observed, "a key in the node's authorized_keys", f"ssh-copy-id {try_it.removeprefix('ssh ')}"
+            Verdict.AUTH_FAILED,
+            observed,
+            "a key in the node's authorized_keys",
+            f"ssh-copy-id {try_it.removeprefix('ssh ').replace('-J ', '-o ProxyJump=')}",
         )
     if isinstance(error, paramiko.SSHException) and "banner" in str(error).lower():
         return verdict(

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from r4090c.model import NodeFacts
+
 ENOUGH = 5
-"""Repeats below which an interval is shown but no regression is called (DESIGN: statistics)."""
+"""est.: repeats below which a night is a look and not a judgement: a median of fewer moves with one bad run."""
 RESAMPLES = 2000
 """est.: the 95 % bounds of a percentile bootstrap settle well below 0.01 at this number."""
 
@@ -70,11 +72,30 @@ def _interval(
     return drawn[int(0.025 * RESAMPLES)], drawn[int(0.975 * RESAMPLES) - 1]
 
 
-def verdict(table: Sequence[Scaling], sizes: Iterable[int], floor: float | None) -> str:
-    """Return "below the floor", "could not tell" (a wanted size has no result), or "measured"."""
+def verdict(table: Sequence[Scaling], sizes: Iterable[int], floor: float | None, failed: int = 0) -> str:
+    """Return "below the floor", "could not tell" (a wanted size has no result, or runs `failed`), or "measured"."""
     if floor is not None and any(one.n > 1 and one.efficiency < floor for one in table):
         return "below the floor"
-    return "measured" if {one.n for one in table} >= set(sizes) else "could not tell"
+    return "measured" if not failed and {one.n for one in table} >= set(sizes) else "could not tell"
+
+
+def fingerprint(facts: Mapping[str, NodeFacts]) -> str:
+    """Return what must not change between two nights that are compared: kernels, drivers, GPUs and the training packages.
+
+    One line of "name=value", sorted; nodes that differ are all told, joined by "|".
+    """
+    told: dict[str, set[str]] = {}
+    for node in facts.values():
+        if node.os.value is not None:
+            told.setdefault("kernel", set()).add(node.os.value.kernel)
+        for gpu in node.gpus.value or ():
+            told.setdefault("gpu", set()).add(f"{gpu.name} {gpu.power_limit_w or '?'} W")
+            told.setdefault("driver", set()).add(gpu.driver)
+        packages = node.python.value.packages if node.python.value is not None else {}
+        for name, version in packages.items():
+            if name in ("torch", "deepspeed", "transformers") or name.startswith("nvidia-nccl"):
+                told.setdefault(name, set()).add(version)
+    return ", ".join(f"{name}={'|'.join(sorted(values))}" for name, values in sorted(told.items()))
 
 
 def slow_nodes(samples: Sequence[Sample], tolerance: float = 0.1) -> tuple[tuple[str, float], ...]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from launch.nightly.statistics import Sample
 from launch.run import Wish, start
-from launch.supervise import failure
+from launch.supervise import Outcome, Supervisor, failure
+from r4090c.errors import R4090cError
 from r4090c.model import Cluster, Node
 from r4090c.remote import Fleet
 
@@ -60,25 +61,35 @@ class _Rates:
         return
 
 
+def _followed(supervisor: Supervisor, rates: _Rates) -> Outcome:
+    """Follow the attempt to its end; whatever interrupts that stops it on every node. Raises CouldNotTell."""
+    try:
+        return supervisor.follow(rates)
+    except BaseException:
+        supervisor.stop("the night (it could not follow this run)")
+        raise
+
+
 def measure(
     fleet: Fleet, cluster: Cluster, wish: Wish, turns: Sequence[Turn], say: Callable[[str], None]
 ) -> tuple[list[Sample], list[str]]:
-    """Run every turn and return (samples, what failed). Only the first launch is gated. Raises R4090cError when that one fails.
+    """Run every turn and return (samples, what failed): a run that cannot start or is lost costs its own sample only.
 
-    Ctrl-C stops the running attempt everywhere before it goes on up.
+    Nothing is gated here: the caller has judged the nodes. Ctrl-C stops the running attempt everywhere before it goes on up.
     """
     samples: list[Sample] = []
     failed: list[str] = []
     for number, turn in enumerate(turns, 1):
         names = tuple(node.name for node in turn.nodes)
         say(f"run {number}/{len(turns)}: repeat {turn.repeat} on {', '.join(names)}")
-        supervisor = start(fleet, cluster, replace(wish, nodes=turn.nodes, gate=wish.gate and number == 1), lambda _: None)
         rates = _Rates()
         try:
-            outcome = supervisor.follow(rates)
-        except KeyboardInterrupt:
-            supervisor.stop("Ctrl-C during a night")
-            raise
+            supervisor = start(fleet, cluster, replace(wish, nodes=turn.nodes, gate=False), lambda _: None)
+            outcome = _followed(supervisor, rates)
+        except R4090cError as error:
+            failed.append(str(error))
+            say(failed[-1])
+            continue
         if outcome.outcome != "done":
             failed.append(str(failure(outcome, supervisor.plan.run_id)))
             say(failed[-1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -127,7 +128,9 @@ def _run() -> int:
         click.echo("interrupted", err=True)
         return Exit.INTERRUPTED
     except R4090cError as error:
-        click.echo(f"{click.style('error:', fg='red', bold=True)} {error}", err=True)
+        from r4090c.cli.common import tell_error
+
+        tell_error(error)
         return error.exit_code
     except BrokenPipeError:
         # The reader went away (`r4090c logs … | head`): nothing more to say, and nobody to say it to.
@@ -142,6 +145,8 @@ def _report_bug() -> int:
     """Write the traceback to a log file, name it on stderr, and return the exit code for a bug."""
     handle, name = tempfile.mkstemp(prefix="r4090c-bug-", suffix=".log")
     with os.fdopen(handle, "w") as log:
-        log.write(f"r4090c {__version__}, Python {sys.version}\nargv: {sys.argv}\n\n{traceback.format_exc()}")
+        # The log is meant to be sent to us: what --env carries may be a secret.
+        words = [re.sub(r"^((?:--env=)?[A-Za-z_][A-Za-z0-9_]*=).*", r"\1***", word, flags=re.DOTALL) for word in sys.argv]
+        log.write(f"r4090c {__version__}, Python {sys.version}\nargv: {words}\n\n{traceback.format_exc()}")
     click.echo(f"bug: {sys.exc_info()[1]!r}\n  This is a fault in r4090c. Please report it with {Path(name)}", err=True)
     return Exit.BUG

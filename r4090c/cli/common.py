@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from r4090c.errors import UsageError
+from r4090c.errors import R4090cError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,6 +50,24 @@ def nodes_option(function: F) -> F:
     return click.option("--nodes", metavar="N|NAME,…", help="Only the first N nodes, or these (ranges like node[01-04] work).")(
         function
     )
+
+
+def styled(text: str, **style: Any) -> str:
+    """Return `text` with click's style, or as it is when NO_COLOR says so."""
+    return text if os.environ.get("NO_COLOR") else click.style(text, **style)
+
+
+def tell_error(error: R4090cError) -> None:
+    """Print an error on stderr the way all commands do."""
+    click.echo(f"{styled('error:', fg='red', bold=True)} {error}", err=True)
+
+
+def remember(record: Callable[..., None], *what: Any) -> None:
+    """Call a `record_…` function of the store; history that cannot be kept is a warning, never the end of a command."""
+    try:
+        record(*what)
+    except UsageError as error:
+        click.echo(f"{styled('warning:', fg='yellow')} {error}", err=True)
 
 
 def find_cluster_file(cluster_file: str | None) -> str:

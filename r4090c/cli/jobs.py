@@ -33,6 +33,7 @@ def command(cluster_file: str | None, everything: bool, as_json: bool) -> int:
     if not runs:
         click.echo("no runs yet; start one with: r4090c launch tiny", err=True)
         return Exit.OK
+    from rich.markup import escape
     from rich.table import Table
 
     colours = {"running": "cyan", "done": "green", "failed": "red", "stopped": "yellow", "lost": "red"}
@@ -49,7 +50,7 @@ def command(cluster_file: str | None, everything: bool, as_json: bool) -> int:
             ",".join(run.nodes),
             step,
             run.started_at,
-            run.cause or "",
+            escape(run.cause or ""),
         )
     out().print(table)
     return Exit.OK

@@ -6,12 +6,24 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from r4090c.cli.common import choose_nodes, cluster_option, err, json_option, load, nodes_option, out, print_json
+from r4090c.cli.common import (
+    choose_nodes,
+    cluster_option,
+    err,
+    json_option,
+    load,
+    nodes_option,
+    out,
+    print_json,
+    remember,
+    tell_error,
+)
 from r4090c.errors import Exit, UsageError
 
 if TYPE_CHECKING:
@@ -93,11 +105,11 @@ def command(
             plan = dry_plan(fleet, cluster, wish)
             _show_plan(plan, as_json)
             return Exit.OK
-        supervisor = start(fleet, cluster, wish, lambda text: console.print(f"[dim]{text}[/dim]"))
+        supervisor = start(fleet, cluster, wish, lambda text: console.print(text, style="dim", markup=False))
         plan = supervisor.plan
         from r4090c.store import record_run
 
-        record_run(plan.run_id, cluster.name, plan.recipe, supervisor.names, plan.run_dir)
+        remember(record_run, plan.run_id, cluster.name, plan.recipe, supervisor.names, plan.run_dir)
         console.print(f"run [bold]{plan.run_id}[/bold]  {plan.run_dir}", soft_wrap=True)
         if detach:
             if as_json:
@@ -115,7 +127,7 @@ def command(
 def follow_attempt(supervisor: Supervisor, began: float, quiet: bool = False) -> tuple[dict[str, Any], int]:
     """Follow a started attempt to its end, showing progress; return (what came of it, exit code).
 
-    `quiet`: stdout is kept free. Ctrl-C stops every rank on every node and gives exit code 130. Raises TrainingFailed.
+    `quiet`: stdout is kept free. Ctrl-C stops every rank on every node and gives exit code 130.
     """
     from launch.supervise import failure
 
@@ -127,13 +139,13 @@ def follow_attempt(supervisor: Supervisor, began: float, quiet: bool = False) ->
             outcome = supervisor.follow(view)
     except KeyboardInterrupt:
         console.print("\ninterrupted: stopping every rank on every node …")
-        left = supervisor.stop(f"{os.environ.get('USER') or 'the user'} (Ctrl-C)")
-        told = f"; still running: {left}" if left else "; nothing is left running"
+        stopped = supervisor.stop(f"{os.environ.get('USER') or 'the user'} (Ctrl-C)")
+        told = "; nothing is left running" if not stopped.left else f"; still running: {dict(stopped.left)}"
+        if stopped.unreachable:
+            told = f"; {', '.join(stopped.unreachable)} did not answer: its agent ends by itself when it loses the others"
         resume = f"\n  resume: r4090c launch {plan.recipe} --resume {plan.run_id}" if plan.steps else ""
-        console.print(f"stopped{told}{resume}", soft_wrap=True)
+        console.print(f"stopped{told}{resume}", soft_wrap=True, markup=False)
         return {"run_id": plan.run_id, "run_dir": plan.run_dir, "outcome": "stopped"}, Exit.INTERRUPTED
-    if outcome.outcome != "done":
-        raise failure(outcome, plan.run_id)
     result = {
         "run_id": plan.run_id,
         "run_dir": plan.run_dir,
@@ -144,7 +156,12 @@ def follow_attempt(supervisor: Supervisor, began: float, quiet: bool = False) ->
         "last_loss": view.last.get("loss"),
         "last_step": view.last.get("step"),
         "tokens_per_s": view.rate(),
+        "cause": None if outcome.cause is None else asdict(outcome.cause),
     }
+    if outcome.outcome != "done":
+        error = failure(outcome, plan.run_id)
+        tell_error(error)
+        return result, error.exit_code
     if view.last:
         console.print(
             f"[green]done[/green] in {time.time() - began:.1f} s: {view.last['step']} steps, loss {view.first['loss']:.4f} → "
@@ -279,10 +296,11 @@ class _Bar(_View):
     def event(self, event: Mapping[str, Any]) -> None:
         self.note_start(event)
         if event.get("kind") not in ("started", "finished"):
-            self._bar.console.print(f"{event.get('node')}: {event.get('kind')}: {event.get('detail', '')}", soft_wrap=True)
+            told = f"{event.get('node')}: {event.get('kind')}: {event.get('detail', '')}"
+            self._bar.console.print(told, soft_wrap=True, markup=False)
 
     def note(self, text: str) -> None:
-        self._bar.console.print(text, soft_wrap=True)
+        self._bar.console.print(text, soft_wrap=True, markup=False)
 
 
 def _show_plan(plan: Plan, as_json: bool) -> None:
@@ -305,7 +323,7 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
         console.print(f"  {shlex.join(node['torchrun'])}", markup=False)
         for name, var in node["env"].items():
             console.print(f"  {name}={var['value']}", markup=False, end="")
-            console.print(f"   # {var['reason']}", markup=False, style="dim")
+            console.print(f"   # {var['reason']} [{var['origin']}]", markup=False, style="dim")
         for rank in node["ranks"]:
             cpus = _ranges(rank["cpus"])
             memory = f", memory of NUMA {rank['memory_node']} preferred" if rank["memory_node"] is not None else ""

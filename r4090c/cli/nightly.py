@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from r4090c.cli.common import cluster_option, err, json_option, load, out, print_json
+from r4090c.cli.common import cluster_option, err, json_option, load, out, print_json, remember
 from r4090c.errors import Exit, UsageError
 
 
@@ -62,10 +62,11 @@ def run(
       r4090c nightly run --recipe tiny --nodes 1,2 --repeats 3
       r4090c nightly run --nodes 1,2,4 --floor 0.85     exits 1 below it
     """
-    from launch.nightly.statistics import ENOUGH, scaling, slow_nodes, verdict
+    from launch.nightly.statistics import ENOUGH, fingerprint, scaling, slow_nodes, verdict
     from launch.nightly.sweep import measure, schedule
     from launch.recipe import load_recipe
-    from launch.run import Wish
+    from launch.run import Wish, gate
+    from netcheck.preflight import run_preflight
     from r4090c.remote import Fleet
     from r4090c.store import record_night
 
@@ -73,17 +74,32 @@ def run(
     load_recipe(recipe, sets)
     turns = schedule(cluster.nodes, _sizes(sizes, len(cluster.nodes)), repeats)
     if dry_run:
-        for turn in turns:
-            click.echo(f"repeat {turn.repeat}: {', '.join(node.name for node in turn.nodes)}")
+        plan = [{"repeat": turn.repeat, "nodes": [node.name for node in turn.nodes]} for turn in turns]
+        if as_json:
+            print_json(plan)
+        else:
+            for turn in turns:
+                click.echo(f"repeat {turn.repeat}: {', '.join(node.name for node in turn.nodes)}")
         return Exit.OK
     night = time.strftime("night-%Y%m%d-%H%M%S", time.gmtime())
     console = err()
-    with Fleet(cluster.nodes) as fleet:
+
+    def say(text: str) -> None:
+        console.print(text, style="dim", soft_wrap=True, markup=False)
+
+    part = cluster.nodes[: max(len(turn.nodes) for turn in turns)]
+    with Fleet(part) as fleet:
+        _, facts, findings = run_preflight(fleet, cluster, part, measure=False)
+        gate(findings)
         samples, failed = measure(
-            fleet, cluster, Wish(recipe, sets, nproc=nproc), turns, lambda text: console.print(text, style="dim", soft_wrap=True)
+            fleet,
+            cluster,
+            Wish(recipe, sets, nproc=nproc),
+            turns,
+            say,
         )
     table = scaling(samples)
-    told = verdict(table, {len(turn.nodes) for turn in turns}, floor)
+    told = verdict(table, {len(turn.nodes) for turn in turns}, floor, len(failed))
     summary = {
         "schema": "r4090c.nightly/1",
         "id": night,
@@ -95,10 +111,12 @@ def run(
         "scaling": [asdict(one) for one in table],
         "slow_nodes": [{"node": node, "share": share} for node, share in slow_nodes(samples)],
         "failed_runs": failed,
+        "fingerprint": fingerprint(facts),
     }
-    record_night(night, cluster.name, recipe, "", [asdict(sample) for sample in samples], summary)
+    raw = [asdict(sample) for sample in samples]
+    remember(record_night, night, cluster.name, recipe, summary["fingerprint"], raw, summary)
     if as_json:
-        print_json({**summary, "samples": [asdict(sample) for sample in samples]})
+        print_json({**summary, "samples": raw})
     else:
         _print(table, summary)
         if repeats < ENOUGH:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from provision.steps import CONTROLLER, PROCEDURES
-from r4090c.cli.common import choose_nodes, cluster_option, json_option, load, nodes_option, print_json
+from r4090c.cli.common import choose_nodes, cluster_option, json_option, load, nodes_option, print_json, styled
 from r4090c.errors import UsageError
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _alike(steps: list[Done]) -> list[list[Done]]:
 def _show_group(group: list[Done], dry_run: bool) -> None:
     step = group[0].step
     names = ", ".join(done.step.node for done in group)
-    click.echo(f"{click.style(names, bold=True)}: {'would ' if dry_run else ''}{step.what}")
+    click.echo(f"{styled(names, bold=True)}: {'would ' if dry_run else ''}{step.what}")
     click.echo(f"    because: {step.why}")
     if dry_run:
         for line in step.lines:
@@ -189,7 +189,7 @@ def _show_group(group: list[Done], dry_run: bool) -> None:
 
 
 def _show_failure(name: str, observed: str, expected: str, next_command: str) -> None:
-    click.echo(f"{click.style(name, fg='red', bold=True)}: {observed}")
+    click.echo(f"{styled(name, fg='red', bold=True)}: {observed}")
     if expected:
         click.echo(f"    expected: {expected}")
     if next_command:
@@ -217,4 +217,4 @@ def _show_logins(outcome: Outcome) -> None:
 
 
 def _cell(word: str, width: int) -> str:
-    return click.style(word.ljust(width), fg="green" if word == "ok" else "red")
+    return styled(word.ljust(width), fg="green" if word == "ok" else "red")

@@ -12,9 +12,10 @@ from r4090c.errors import CouldNotTell, Exit
 
 @click.command("stop")
 @click.argument("run_id", metavar="RUN")
+@click.option("--dry-run", is_flag=True, help="Tell what would be stopped where; stop nothing.")
 @cluster_option
 @json_option
-def command(run_id: str, cluster_file: str | None, as_json: bool) -> int:
+def command(run_id: str, dry_run: bool, cluster_file: str | None, as_json: bool) -> int:
     """End RUN on every node: TERM, a grace, KILL. Only processes that RUN started are touched.
 
     \b
@@ -29,6 +30,12 @@ def command(run_id: str, cluster_file: str | None, as_json: bool) -> int:
     with Fleet(cluster.nodes) as fleet:
         run = find_run(fleet, cluster, run_id)
         known = [name for name in run.nodes if name in fleet.nodes]
+        if dry_run:
+            if as_json:
+                print_json({"run_id": run.id, "was": run.state, "nodes": known, "dry_run": True})
+            else:
+                click.echo(f"{run.id} ({run.state}): would be stopped on {', '.join(known)}")
+            return Exit.OK
         result = stop_run(fleet, run.id, known, f"{os.environ.get('USER') or 'the user'} (r4090c stop)")
     missing = sorted((set(run.nodes) - set(known)) | set(result.unreachable))
     if as_json:

@@ -1,0 +1,1 @@
+"""Plans, attempts and their first causes."""

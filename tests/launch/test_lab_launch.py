@@ -94,8 +94,10 @@ class Attempt:
         return self.outcomes[0]
 
     def agent(self, node: str) -> dict[str, Any]:
-        """Return agents/<node>.json."""
-        found: dict[str, Any] = json.loads(Path(self.paths.agent(node)).read_text())
+        """Return agents/<node>.json once it tells the end: it is written a moment after the node-local one."""
+        path = Path(self.paths.agent(node))
+        until(lambda: json.loads(path.read_text())["state"] == "ended", f"{path} tells no end")
+        found: dict[str, Any] = json.loads(path.read_text())
         return found
 
     def diagnosis(self) -> dict[str, Any]:
@@ -103,6 +105,8 @@ class Attempt:
         return found
 
     def events(self) -> list[dict[str, Any]]:
+        """Return events.jsonl, which the lead has written whole before it tells its end."""
+        self.agent(self.plan.nodes[0].name)
         return [json.loads(line) for line in Path(self.paths.events).read_text().splitlines()]
 
 
@@ -219,7 +223,6 @@ def test_a_real_gloo_job_on_two_nodes(bench: Bench) -> None:
     assert allowed is not None
     assert f"rank 0 of 2 on node01, CPUs {list(attempt.plan.nodes[0].ranks[0].cpus)}: grüß Gott ✓" in attempt.watcher.lines
     assert set(attempt.plan.nodes[0].ranks[0].cpus) <= set(allowed.allowed)
-    until(lambda: attempt.agent("node02")["state"] == "ended", "node02 did not tell its end")
     for node in ("node01", "node02"):
         state = attempt.agent(node)
         assert (state["end"]["outcome"], state["end"]["cause"]) == ("done", None)
@@ -241,7 +244,9 @@ def test_ranks_of_one_node_alone_that_leave_one_after_the_other(bench: Bench) ->
     attempt = bench.start(bench.plan("wait.py", "3", "exit", "1", "0", nodes=1, nproc=2, real=False))
     assert attempt.outcome(20) == Outcome("done", None)
     assert attempt.watcher.lines == [f"rank 0 waits in {attempt.plan.code.tree}/user"]
-    assert {rank: record["exit"] for rank, record in attempt.agent("node01")["ranks"].items()} == {"0": 0, "1": 0}
+    ranks = attempt.agent("node01")["ranks"]
+    assert all(record["gone"] and record["exit"] in (0, None) for record in ranks.values())  # None: torchrun took it first
+    assert ranks["1"]["gone"] < ranks["0"]["gone"]
 
 
 def test_a_detached_run_ends_well_by_itself(bench: Bench) -> None:
@@ -389,7 +394,7 @@ def test_stop_while_it_runs_leaves_nothing(bench: Bench) -> None:
     attempt = bench.start(bench.plan("wait.py", "300", real=False))
     attempt.wait_for("waits")
     began = time.monotonic()
-    assert attempt.supervisor.stop("somebody (Ctrl-C)") == {}
+    assert attempt.supervisor.stop("somebody (Ctrl-C)").left == {}
     assert time.monotonic() - began < ENDS_WITHIN_S
     assert_nothing_left(bench.lab, 1)
     run = find_run(bench.fleet, bench.cluster, attempt.plan.run_id)
@@ -409,7 +414,7 @@ def test_stop_by_another_controller_is_told_to_the_one_that_follows(bench: Bench
 def test_stop_right_after_the_start_leaves_nothing(bench: Bench) -> None:
     supervisor = Supervisor(bench.fleet, bench.plan("wait.py", "300"), "token")
     supervisor.start({})
-    assert supervisor.stop("somebody") == {}  # torchrun is still importing
+    assert supervisor.stop("somebody").left == {}  # torchrun is still importing
     assert_nothing_left(bench.lab, 1)
 
 

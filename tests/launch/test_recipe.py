@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.recipe import FOLDER, is_script, load_recipe, recipe_names
+from launch.recipe import FOLDER, OPTIONAL, REQUIRED, is_script, load_recipe, recipe_names
 from r4090c.errors import InputErrors, UsageError
 
 
@@ -34,7 +34,7 @@ def test_set_changes_values_of_every_kind() -> None:
             "model.config.hidden_size=64",
             "model.config.use_cache=true",
             "description=",
-            "ds_config=zero2_offload.json",
+            "ds_config=/etc/ds/my.json",
             "seed=-1",
         ],
     )
@@ -43,7 +43,7 @@ def test_set_changes_values_of_every_kind() -> None:
     assert isinstance(recipe["optimizer"]["weight_decay"], float)
     assert recipe["optimizer"]["betas"] == [0.8, 0.9]
     assert (recipe["model"]["config"]["hidden_size"], recipe["model"]["config"]["use_cache"]) == (64, True)
-    assert recipe["ds_config"] == "zero2_offload.json"
+    assert recipe["ds_config"] == "/etc/ds/my.json"
     assert load_recipe("tiny")["steps"] != 20  # nothing is remembered
 
 
@@ -174,3 +174,23 @@ def test_any_value_of_set_keeps_the_kind(key: str, value: str) -> None:
 
 def test_what_is_a_script() -> None:
     assert is_script("./train.py") and not is_script("tiny") and not is_script("tiny.yaml")
+
+
+def test_unknown_keys_and_configurations_that_do_not_exist_are_refused_here_and_not_on_the_nodes(tmp_path: Path) -> None:
+    recipe = load_recipe("tiny")
+    recipe["gradient_acumulation"] = 2
+    recipe["ds_config"] = "zero9.json"
+    del recipe["schedule"]
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    with pytest.raises(InputErrors) as told:
+        load_recipe(str(path))
+    text = str(told.value)
+    assert "schedule: missing" in text
+    assert "gradient_acumulation: unknown; did you mean gradient_accumulation?" in text
+    assert "ds_config: 'zero9.json'" in text and "zero2.json" in text
+
+
+def test_the_keys_are_those_of_the_recipe_the_training_side_reads() -> None:
+    golden = json.loads((Path(__file__).parent.parent / "golden" / "recipe-tiny.json").read_text())
+    assert set(golden) == set(REQUIRED) | set(OPTIONAL)

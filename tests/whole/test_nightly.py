@@ -46,6 +46,8 @@ def test_the_floor_decides_and_a_missing_size_is_not_a_pass() -> None:
     assert verdict(table, [1, 2], 0.80) == "measured"
     assert verdict(table, [1, 2, 4], 0.80) == "could not tell"
     assert verdict((), [1, 2], None) == "could not tell"
+    assert verdict(table, [1, 2], 0.80, failed=1) == "could not tell"
+    assert verdict(table, [1, 2], 0.85, failed=1) == "below the floor"
 
 
 def test_a_slow_node_is_named() -> None:
@@ -74,6 +76,7 @@ def test_a_night_measures_stores_and_prints(lab4: Lab, tmp_path: Path) -> None:
     assert code == 0, errors
     night = json.loads(output)
     assert [row["nodes"] for row in night["scaling"]] == [["node01"], ["node02"], ["node01", "node02"]]
+    assert "torch=" in night["fingerprint"] and "kernel=" in night["fingerprint"]
     assert night["verdict"] == "measured" and night["scaling"][2]["efficiency"] > 0.05
     with sqlite3.connect(tmp_path / "r4090c.db") as database:
         stored = database.execute("SELECT nodes, tokens_per_s FROM sample WHERE night=?", (night["id"],)).fetchall()

@@ -100,7 +100,7 @@ def test_a_killed_run_is_named_listed_and_resumed_exactly(lab4: Lab, state: Path
     assert [line.split("/")[0] for line in output.splitlines() if line.startswith("step")] == [
         f"step {n}" for n in range(4, STEPS + 1)
     ]
-    resumed = [job for job in cli.run_json("jobs", *cluster, state=state) if job["id"] == jobs[0]["id"]][0]
+    resumed = next(job for job in cli.run_json("jobs", *cluster, state=state) if job["id"] == jobs[0]["id"])
     assert resumed["state"] == "done" and resumed["attempt"] == 2
     assert losses(resumed["run_dir"]) == losses(two_nodes["run_dir"])
     first_of_second_attempt = (Path(resumed["run_dir"]) / "attempt_2" / "0.log").read_text()
