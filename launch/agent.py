@@ -997,6 +997,9 @@ def start_held(request: Json, folder: str) -> Json:
     try:
         for path in request.pop("folders", ()):
             os.makedirs(path, exist_ok=True)
+        for path in request.pop("outdated", ()):
+            if os.path.exists(path):
+                os.unlink(path)
         for path, text in request.pop("files", {}).items():
             os.makedirs(os.path.dirname(path), exist_ok=True)
             write_text(path, text)
@@ -1130,14 +1133,12 @@ def new_lines(path: str, offset: int, whole: bool = False) -> Tuple[List[Tuple[s
 def follow(run_id: str, node: str, files: List[List[Any]]) -> None:
     """Print what is new as JSON lines until the agent has ended.
 
-    {"line": [name, text], "offset"} of the `files`, [[name, path, offset]] (offset -1 = from its present end on); {"state"}
-    when it changed; {"beat"} every second; {"agent_gone", "state"} when the agent is not there and told no end. Ends when
+    {"line": [name, text], "offset"} of the `files`, [[name, path, offset]]; {"state"} when it changed, before the lines that
+    came with it but after the last ones;
+    {"beat"} every second; {"agent_gone", "state"} when the agent is not there and told no end. Ends when
     nobody reads any more.
     """
     places = {name: [path, offset] for name, path, offset in files}
-    for place in places.values():
-        if place[1] < 0:
-            place[1] = os.path.getsize(place[0]) if os.path.exists(place[0]) else 0
     last: Optional[Json] = None
     beat, missing_since = 0.0, 0.0
     while True:
@@ -1151,6 +1152,10 @@ def follow(run_id: str, node: str, files: List[List[Any]]) -> None:
             found = whole_state(found)
         ended = found is not None and found["state"] == "ended"
         gone = not ended and not alive and time.monotonic() - missing_since > 1.0
+        core = None if found is None else {key: value for key, value in found.items() if key != "heartbeat"}
+        if core != last and not ended and not gone:
+            last = core
+            emit({"state": found})
         for name, place in places.items():
             more = True
             while more:
@@ -1158,7 +1163,6 @@ def follow(run_id: str, node: str, files: List[List[Any]]) -> None:
                 for line, offset in lines:
                     emit({"line": [name, line], "offset": offset})
                 more = bool(lines) and (ended or gone)  # the state was read first, so these are the last lines
-        core = None if found is None else {key: value for key, value in found.items() if key != "heartbeat"}
         if core != last:
             last = core
             emit({"state": found})

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from netcheck.checks._network import unfit
-from r4090c.model import Cluster, NetFact, Node, NodeFacts, RdmaPort
+from netcheck.data_network import data_iface, gid_index, rdma_ports
+from r4090c.model import Cluster, Node, NodeFacts
 
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASS|PWD|CREDENTIAL|AUTH|COOKIE)S?(_|\d|$)")
 """A variable with such a word at the end of a part of its name is never written to a plan, a log or a bundle.
@@ -16,6 +16,8 @@ At the end: WANDB_API_KEY and HF_TOKEN are secrets, TOKENIZERS_PARALLELISM is no
 """
 PUBLIC = ("PWD", "OLDPWD")
 HIDDEN = "***"
+NCCL_FINDS_GID = (2, 21)
+"""From this version NCCL chooses the RoCE GID by itself (release notes of NCCL 2.21); older ones take index 0, a link-local v1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,38 +39,15 @@ def shown(name: str, value: str) -> str:
     return HIDDEN if is_secret(name) else value
 
 
-def data_iface(net: NetFact, node: Node, peers: Mapping[str, str], *, loopback: bool = False) -> tuple[str | None, str]:
-    """Return (interface, reason) for traffic from `node` to its peers (node name -> data address); None = leave it to NCCL.
-
-    The interface most peers are reached over. Never lo, a container bridge or a VPN: training over one is worse than none
-    stated, and the preflight tells. `loopback`: all nodes are on one machine (demo), so lo is right.
-    """
-    over: dict[str, list[str]] = {}
-    for name, address in peers.items():
-        iface = net.routes.get(address, (None, None))[0] if name != node.name else None
-        if iface:
-            over.setdefault(iface, []).append(name)
-    refused = ""
-    for iface, names in sorted(over.items(), key=lambda item: -len(item[1])):
-        kind = None if loopback else unfit(iface)
-        if kind is None:
-            return iface, f"route to {names[0]} ({peers[names[0]]})"
-        refused = refused or f"{iface} leads to {names[0]} but is {kind}"
-    for found in net.ifaces:
-        holds = any(address.partition("/")[0] == node.data_address for address in found.addresses)
-        if holds and (loopback or unfit(found.name) is None):
-            return found.name, f"holds the data address {node.data_address}"
-    return None, refused or "no interface towards the peers is known"
-
-
-def rdma_ports(facts: NodeFacts, iface: str | None, kind: str) -> tuple[RdmaPort, ...]:
-    """Return the ACTIVE RDMA ports that serve the data network of `kind` (roce: those of `iface`)."""
-    if not facts.rdma.known or facts.rdma.value is None or kind not in ("roce", "infiniband"):
-        return ()
-    active = [port for port in facts.rdma.value if "ACTIVE" in port.state]
-    if kind == "infiniband":
-        return tuple(port for port in active if port.link_layer == "InfiniBand")
-    return tuple(port for port in active if port.link_layer == "Ethernet" and (iface is None or port.netdev == iface))
+def nccl_version(facts: NodeFacts) -> tuple[int, ...] | None:
+    """Return the version of NCCL in the node's training Python, the oldest of several; None where no wheel tells."""
+    if facts.python.value is None:
+        return None
+    found = [
+        text for name, told in facts.python.value.packages.items() if name.startswith("nvidia-nccl-") for text in told.split(", ")
+    ]
+    versions = [tuple(map(int, text.split("."))) for text in found if re.fullmatch(r"\d{1,6}(\.\d{1,6})+", text)]
+    return min(versions, default=None)
 
 
 def node_environment(
@@ -86,7 +65,16 @@ def node_environment(
     if node.gpus:
         env["CUDA_DEVICE_ORDER"] = Var("PCI_BUS_ID", "rank k drives GPU k in PCI order, as the CPU plan assumes")
         env["NCCL_P2P_DISABLE"] = Var("1", "no P2P on a 4090 with the stock driver; off unless a two-arm test proved it")
-        ports = rdma_ports(facts, iface, cluster.network.kind)
+        ports = tuple(port for port in rdma_ports(node, facts.rdma.value or (), net, cluster) if "ACTIVE" in port.state)
+        nccl = nccl_version(facts)
+        if ports and cluster.network.kind == "roce" and nccl is not None and nccl < NCCL_FINDS_GID:
+            index, having = gid_index(node, ports, net, cluster)
+            if index is not None:
+                ports = having
+                told = ".".join(map(str, nccl))
+                env["NCCL_IB_GID_INDEX"] = Var(
+                    str(index), f"RoCE v2 IPv4 GID of {ports[0].name}; NCCL {told} does not look for it"
+                )
         if ports:
             env["NCCL_IB_DISABLE"] = Var(
                 "0", f"network.kind {cluster.network.kind}; stated, since accelerate may turn it off for RTX 40"

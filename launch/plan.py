@@ -159,6 +159,8 @@ def make_plan(
     for node_rank, (node, env) in enumerate(zip(nodes, envs, strict=True)):
         env["PYTHONPATH"] = _python_path(root, env.get("PYTHONPATH"))
         env["R4090C_RUN_DIR"] = Var(str(run.root), "where a script may write")
+        # The option --shutdown-timeout is too young for the oldest torch we take; that one ignores the variable.
+        env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", Var(str(SHUTDOWN_TIMEOUT_S), "torchrun waits 30 s for other ranks else"))
         ranks = _rank_plans(node, facts[node.name], env, node_rank * nproc, nproc)
         where = (
             f"--nnodes={len(nodes)}",
@@ -234,7 +236,6 @@ def _torchrun(python: str, where: tuple[str, ...], code: Code, job: Job) -> tupl
         *where,
         "--max-restarts=0",
         "--monitor-interval=0.1",
-        f"--shutdown-timeout={SHUTDOWN_TIMEOUT_S}",
         "--no-python",
         python,
         "-I",  # neither PYTHONPATH nor the script's folder may put a json.py or a signal.py before the standard library's

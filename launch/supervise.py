@@ -119,7 +119,9 @@ class Supervisor:
                     self.paths.checkpoints,
                 )
                 request["folders"] = [str(folder) for folder in folders]
-                request["files"] = {str(self.paths.plan): json.dumps(plan, indent=1), **files}
+                text = json.dumps(plan, indent=1)
+                request["files"] = {str(self.paths.plan): text, str(self.paths.attempt_plan(self.plan.attempt)): text, **files}
+                request["outdated"] = [str(self.paths.diagnosis)]
             done = shell.run(
                 ["python3", "-I", "-S", f"{self.plan.code.tree}/launch/agent.py", "start"],
                 stdin=json.dumps(request).encode(),
@@ -129,10 +131,6 @@ class Supervisor:
                 answer = json.loads(done.stdout.strip().splitlines()[-1])
             except (ValueError, IndexError):
                 answer = {"error": (done.stderr.strip().splitlines() or [f"exit status {done.rc}"])[-1]}
-            if "error" in answer:
-                raise NodeError(
-                    name, Verdict.LOST, f"the agent did not start: {answer['error']}", "", f"r4090c preflight --nodes {name}"
-                )
             assert isinstance(answer, dict)
             return answer
 
@@ -141,10 +139,13 @@ class Supervisor:
         except BaseException:
             self.stop("the controller (start was interrupted)")
             raise
-        for result in results.values():
+        for name, result in results.items():
             if isinstance(result, NodeError):
                 self.stop("the controller (an agent did not start)", follows=True)
                 raise result
+            if "error" in result:
+                self.stop("the controller (an agent did not start)", follows=True)
+                raise TrainingFailed(name, f"the agent did not start: {result['error']}", "", f"r4090c preflight --nodes {name}")
 
     # ------------------------------------------------------------------ follow
 
@@ -156,8 +157,6 @@ class Supervisor:
                 "metrics": ["metrics", str(self.paths.metrics), 0],
                 "log": ["log", str(self.paths.rank_log(self.plan.attempt, 0)), 0],
             }
-            if self.plan.attempt > 1:
-                files["metrics"][2] = -1
         while not self._closing.is_set():
             why = self._follow_once(node, files)
             if why is None or self._closing.is_set():  # a stream that `stop` closed says nothing about the node

@@ -101,6 +101,10 @@ class RunPaths:
         """Log folder of attempt `number` (from 1)."""
         return self.root / f"attempt_{number}"
 
+    def attempt_plan(self, number: int) -> PurePosixPath:
+        """What attempt `number` ran; `plan` is that of the last attempt."""
+        return self.attempt(number) / "plan.json"
+
     def rank_log(self, number: int, rank: int) -> PurePosixPath:
         """Log of one global rank in attempt `number`."""
         return self.attempt(number) / f"{rank}.log"
