@@ -26,7 +26,7 @@ from launch.plan import Job, Plan, Ports, make_plan
 from launch.supervise import Outcome, Supervisor, stop_run
 from launch.sync import our_files, sync, user_files
 from netcheck.preflight import run_preflight
-from r4090c.errors import CouldNotTell
+from r4090c.errors import CouldNotTell, TrainingFailed
 from r4090c.inventory import load_cluster
 from r4090c.model import Cluster, NodeFacts
 from r4090c.paths import RunPaths, new_run_id
@@ -422,17 +422,17 @@ def test_a_start_that_comes_after_its_stop_is_refused(bench: Bench) -> None:
     plan = bench.plan("wait.py", "300", real=False)
     supervisor = Supervisor(bench.fleet, plan, "token")
     supervisor.stop("somebody impatient")
-    with pytest.raises(NodeError, match="stopped by somebody impatient before it started"):
+    with pytest.raises(TrainingFailed, match="stopped by somebody impatient before it started"):
         supervisor.start({})
     assert_nothing_left(bench.lab, 1)
-    with pytest.raises(NodeError):  # said twice, too
+    with pytest.raises(TrainingFailed):  # said twice, too
         supervisor.start({})
 
 
 def test_a_second_start_of_a_running_run_is_refused_and_does_not_disturb_it(bench: Bench) -> None:
     attempt = bench.start(bench.plan("wait.py", "4", real=False))
     attempt.wait_for("waits")
-    with pytest.raises(NodeError, match="attempt 1 of this run still goes on here"):
+    with pytest.raises(TrainingFailed, match="attempt 1 of this run still goes on here"):
         Supervisor(bench.fleet, replace(attempt.plan, attempt=2), "another token").start({})
     assert attempt.outcome(15) == Outcome("done", None)
 
@@ -520,9 +520,9 @@ def test_a_full_tmp_at_the_start_is_told(bench: Bench) -> None:
     fill = "mount -o remount,size=1m /tmp && ! cat /dev/zero > /tmp/full 2>/dev/null"
     try:
         assert lab.exec("node02", "sh", "-c", fill).returncode == 0
-        with pytest.raises(NodeError, match="No space left on device") as caught:
+        with pytest.raises(TrainingFailed, match="No space left on device") as caught:
             bench.start(bench.plan("wait.py", "300", real=False))
-        assert caught.value.node == "node02"
+        assert caught.value.culprit == "node02"
     finally:
         lab.exec("node02", "sh", "-c", "rm -f /tmp/full; mount -o remount,size=16g /tmp")
     assert_nothing_left(lab, 2)
