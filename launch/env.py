@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from netcheck.data_network import data_iface, gid_index, rdma_ports
 from r4090c.model import Cluster, Node, NodeFacts
 
-SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASS|PWD|CREDENTIAL|AUTH|COOKIE)S?(_|\d|$)")
+SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASS|PWD|CREDENTIAL|AUTH|COOKIE|(?<![A-Z])PAT)S?(_|\d|$)")
 """A variable with such a word at the end of a part of its name is never written to a plan, a log or a bundle.
 
 At the end: WANDB_API_KEY and HF_TOKEN are secrets, TOKENIZERS_PARALLELISM is not.
 """
-PUBLIC = ("PWD", "OLDPWD")
+PUBLIC = ("PWD", "OLDPWD", "NCCL_IB_PKEY")
+URL_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/@]*:[^\s/@]+@")
+"""A proxy or a database address that carries its password."""
 HIDDEN = "***"
 NCCL_FINDS_GID = (2, 21)
-"""From this version NCCL chooses the RoCE GID by itself (release notes of NCCL 2.21); older ones take index 0, a link-local v1."""
+"""From this version NCCL chooses the RoCE GID by itself (its release notes); older ones take index 0, a link-local v1 one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,15 @@ class Var:
     origin: str = "computed"
 
 
-def is_secret(name: str) -> bool:
-    """True when the variable's value must not be shown."""
-    return name.upper() not in PUBLIC and SECRET.search(name.upper()) is not None
+def is_secret(name: str, value: str) -> bool:
+    """True when the variable's value must not be shown: by its name, or because it is an address with a password in it."""
+    by_name = name.upper() not in PUBLIC and SECRET.search(name.upper()) is not None
+    return by_name or URL_PASSWORD.search(value) is not None
 
 
 def shown(name: str, value: str) -> str:
     """Return the value of variable `name` as a person may see it."""
-    return HIDDEN if is_secret(name) else value
+    return HIDDEN if is_secret(name, value) else value
 
 
 def nccl_version(facts: NodeFacts) -> tuple[int, ...] | None:
@@ -65,10 +68,10 @@ def node_environment(
     if node.gpus:
         env["CUDA_DEVICE_ORDER"] = Var("PCI_BUS_ID", "rank k drives GPU k in PCI order, as the CPU plan assumes")
         env["NCCL_P2P_DISABLE"] = Var("1", "no P2P on a 4090 with the stock driver; off unless a two-arm test proved it")
-        ports = tuple(port for port in rdma_ports(node, facts.rdma.value or (), net, cluster) if "ACTIVE" in port.state)
+        ports = tuple(port for port in rdma_ports(node, facts.rdma.value or (), net, iface, cluster) if "ACTIVE" in port.state)
         nccl = nccl_version(facts)
         if ports and cluster.network.kind == "roce" and nccl is not None and nccl < NCCL_FINDS_GID:
-            index, having = gid_index(node, ports, net, cluster)
+            index, having = gid_index(node, ports, net, iface, cluster)
             if index is not None:
                 ports = having
                 told = ".".join(map(str, nccl))

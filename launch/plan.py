@@ -260,10 +260,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def _hide(env: dict[str, Any]) -> None:
     for name, var in env.items():
-        if is_secret(name):
+        if is_secret(name, var["value"]):
             var["value"] = HIDDEN
 
 
 def secrets_of(plan: Plan) -> dict[str, dict[str, str]]:
     """Return node -> the secret variables of its ranks; they travel on stdin only, never in a file."""
-    return {node.name: {name: var.value for name, var in node.env.items() if is_secret(name)} for node in plan.nodes}
+    return {node.name: {name: var.value for name, var in node.env.items() if is_secret(name, var.value)} for node in plan.nodes}

@@ -198,9 +198,7 @@ def _read_members(path: Path) -> dict[str, bytes]:
                     raise _refuse(path, f"has more than {MAX_MEMBERS} members")
                 if not member.isreg() or member.issparse():
                     raise _refuse(path, f"{member.name[:80]!r} is not a plain file")
-                if not re.fullmatch(
-                    r"(bundle|cluster|reach)\.json|(answers|measurements)/[A-Za-z0-9_.~%-]{1,300}\.json", member.name
-                ):
+                if not _MEMBER.fullmatch(member.name):
                     raise _refuse(path, f"has an unexpected member {member.name[:80]!r}")
                 if member.name in members:
                     raise _refuse(path, f"has {member.name[:80]!r} twice")

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from netcheck.checks import REGISTRY, Check
 from netcheck.checks._reach import not_reached, verdict_of
-from netcheck.checks._wording import as_root
+from netcheck.checks._wording import as_root, driver_package
 from r4090c.errors import Exit, ParseError
 from r4090c.model import Cluster, Fact, Finding, Node, NodeFacts, Status
 
 if TYPE_CHECKING:
     from netcheck.raw import Raw
-
-PACKAGES = {"nvidia-smi": "nvidia-driver-570", "python3": "python3"}
-"""Tool -> Debian/Ubuntu package that brings it, where the names differ or are worth saying."""
 
 
 def judge(cluster: Cluster, raw: Raw, facts: Mapping[str, NodeFacts], checks: Iterable[Check] = REGISTRY) -> list[Finding]:
@@ -79,18 +76,25 @@ def _measured(check: Check, cluster: Cluster, nodes: Sequence[Node], raw: Raw) -
     if name not in raw.measurements:
         yield Finding(check.id, cluster.name, Status.SKIP, "not measured", "", "", f"r4090c preflight --only {check.group}")
         return
-    alive = reached(raw.reach)
+    alive = [node for node in nodes if verdict_of(raw.reach[node.name]) == "ok"]
     for node in nodes:
-        if node.name not in alive:
+        if node not in alive:
             yield not_reached(check.id, node, raw.reach[node.name])
     if not alive:
         return
+    again = f"r4090c preflight --only {check.group}"
     try:
-        yield from list(check.judge(raw.measurements[name], cluster))
+        found = list(check.judge(raw.measurements[name], cluster))
     except ParseError as error:  # an old or damaged bundle
-        yield Finding(
-            check.id, cluster.name, Status.UNKNOWN, f"not understood: {error}", "", "", f"r4090c preflight --only {check.group}"
-        )
+        yield Finding(check.id, cluster.name, Status.UNKNOWN, f"not understood: {error}", "", "", again)
+        return
+    # What was measured may hold more nodes than are judged (--nodes with --from), or fewer.
+    told = {finding.subject.split("/")[0] for finding in found}
+    names = {node.name for node in alive}
+    yield from (finding for finding in found if finding.subject.split("/")[0] in names)
+    for node in alive:
+        if node.name not in told:
+            yield Finding(check.id, node.name, Status.UNKNOWN, "not measured: it took no part", "", "", again)
 
 
 def _value(need: str, node: Node, raw: Raw, facts: Mapping[str, NodeFacts]) -> Any:
@@ -115,14 +119,19 @@ def _not_read(check: Check, node: Node, raw: Raw, facts: Mapping[str, NodeFacts]
             return not_reached(check.id, node, raw.reach[node.name])
         fact = _fact(need, node, facts)
         if fact.absent is not None:
-            package = PACKAGES.get(fact.absent, fact.absent)
+            package = driver_package(_distribution(node, facts)) if fact.absent == "nvidia-smi" else fact.absent
             remedy = as_root(node, f"apt-get install -y {package}")
             return Finding(
                 check.id, node.name, check.absent, f"{fact.absent} is not installed", "", "the check reads its output", remedy
             )
         if fact.error is not None:
-            own = check.unread(node, need, fact.error)
+            own = check.unread(node, need, fact.error, facts)
             return own or Finding(
                 check.id, node.name, Status.UNKNOWN, f"not read: {fact.error}", "", "", f"r4090c facts --nodes {node.name}"
             )
     return None
+
+
+def _distribution(node: Node, facts: Mapping[str, NodeFacts]) -> str | None:
+    system = facts[node.name].os.value
+    return None if system is None else system.distribution

@@ -27,6 +27,7 @@ import os
 import select
 import signal
 import struct
+import sys
 import time
 
 TYPE_CHECKING = False
@@ -563,6 +564,11 @@ def native_uname(_: Any) -> dict[str, str]:
     return {"sysname": u.sysname, "nodename": u.nodename, "release": u.release, "version": u.version, "machine": u.machine}
 
 
+def native_interpreter(_: Any) -> str:
+    """Return the version of the Python that runs this: the node's own python3."""
+    return "{}.{}.{}".format(*sys.version_info[:3])
+
+
 def native_rlimits(names: list[str]) -> dict[str, list[int | None]]:
     """Return {name: [soft, hard]} of this process, so of a non-interactive login; None = unlimited."""
     import resource
@@ -804,6 +810,7 @@ INLINE = {
     "affinity": native_affinity,
     "gids": native_gids,
     "head": native_head,
+    "interpreter": native_interpreter,
     "listdir": native_listdir,
     "processes": native_processes,
     "readlink": native_readlink,

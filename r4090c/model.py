@@ -143,7 +143,7 @@ class Fact(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class OsFact:
-    """Operating system. `distribution` like "debian 12"; `kernel` like "6.1.0-18-amd64"."""
+    """Operating system. `distribution` like "debian 12"; `kernel` like "6.1.0-18-amd64"; `python3`: version of its own Python."""
 
     hostname: str
     kernel: str
@@ -151,6 +151,7 @@ class OsFact:
     distribution: str
     boot_id: str
     uptime_s: float | None
+    python3: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

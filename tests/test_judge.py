@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -15,16 +15,18 @@ from hypothesis import strategies as st
 
 from netcheck.checks import REGISTRY, Check
 from netcheck.checks._majority import majority
-from netcheck.checks._network import unfit
 from netcheck.checks.clock_skew import judge_skew
 from netcheck.checks.mount import same_source
+from netcheck.data_network import unfit
+from netcheck.facts import observe
 from netcheck.judge import exit_code, judge, verdict
 from netcheck.measure import nonce, ports
 from netcheck.preflight import select_checks
 from netcheck.report import report, screen
 from r4090c.errors import Exit, ParseError, UsageError
-from r4090c.model import ClockFact, Cluster, Finding, Node, Status
+from r4090c.model import ClockFact, Cluster, Fact, Finding, Gpu, Node, Status
 from tests.checks.cases import build
+from tests.facts.samples import FIXTURES, csv_answer, probe_result
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -57,9 +59,7 @@ def test_verdict_and_exit_code(statuses: list[str], word: str, code: Exit) -> No
 
 
 def a_check(judged: Any, **change: Any) -> Check:
-    base = Check(
-        "a-check", "os", "node", ("clock",), (), Status.SKIP, lambda node, cluster: True, lambda node, need, error: None, judged
-    )
+    base = Check("a-check", "os", "node", ("clock",), (), Status.SKIP, lambda node, cluster: True, lambda *read: None, judged)
     return replace(base, **change)
 
 
@@ -115,6 +115,58 @@ def test_nodes_that_were_not_asked_are_not_judged() -> None:
     findings = judge(cluster, raw, facts)
     assert {one.subject for one in findings} == {"node02", "atelier"}  # atelier: the measurements, which were not taken
     assert exit_code(findings) == Exit.OK
+
+
+def measured(names: list[str], **change: Any) -> Check:
+    def judged(value: Any, cluster: Cluster) -> Iterator[Finding]:
+        for name in names:
+            yield Finding("a-check", name, Status.FAIL, "blocked")
+
+    return a_check(judged, scope="measurement", needs=("ports",), **change)
+
+
+def test_a_measurement_counts_for_the_judged_nodes_only() -> None:
+    cluster, raw, facts = build({"measurements": {"ports": {}}})
+    raw = replace(raw, reach={name: raw.reach[name] for name in ("node01", "node02")})
+    findings = judge(cluster, raw, facts, [measured(["node01", "node02/x", "node03", "stranger"])])
+    assert [(one.subject, one.status.value) for one in findings] == [("node01", "fail"), ("node02/x", "fail")]
+
+
+def test_a_node_that_was_not_measured_is_unknown() -> None:
+    cluster, raw, facts = build({"measurements": {"ports": {}}})
+    findings = judge(cluster, raw, facts, [measured(["node01", "node03"])])
+    assert [(one.subject, one.status.value) for one in findings] == [
+        ("node01", "fail"),
+        ("node03", "fail"),
+        ("node02", "unknown"),
+    ]
+    assert findings[-1].remedy == "r4090c preflight --only os"
+
+
+@pytest.mark.parametrize("check", [check for check in REGISTRY if check.scope == "measurement"], ids=lambda check: check.id)
+def test_a_real_measurement_without_a_node_or_with_a_stranger(check: Check) -> None:
+    answer = {"bound": [33501], "busy": {}, "reached": {}, "started_s": 0.0, "ended_s": 5.0}
+    wrote = {"seconds": 0.1}
+    values = {
+        "ports": {"answers": {"node01": answer, "stranger": answer}},
+        "nonce": {"write": {"node01": wrote, "stranger": wrote}, "read": {}, "remove": {}},
+    }
+    findings = judge(*build({"measurements": values, "nodes": 2}), [check])
+    assert {one.subject for one in findings} == {"node01", "node02"}
+    assert [one.status for one in findings if one.subject == "node02"] == [Status.UNKNOWN]
+
+
+def test_two_halves_of_a_driver_that_differ_end_as_a_fail() -> None:
+    """From nvidia-smi's own words to the verdict."""
+    cluster, raw, facts = build({})
+    text = (FIXTURES / "query-gpu" / "nvml-version-mismatch.txt").read_text()
+    seen = observe("gpus", probe_result("gpus", csv_answer(text, rc=18)), cluster.nodes[1], cluster)
+    facts["node02"] = replace(facts["node02"], gpus=cast(Fact[tuple[Gpu, ...]], seen))
+    findings = judge(cluster, raw, facts)
+    (fault,) = [one for one in findings if one.status is Status.FAIL]
+    assert (fault.check, fault.subject) == ("gpu-driver", "node02")
+    assert "version mismatch" in fault.observed and "reboot" in fault.why
+    assert exit_code(findings) == Exit.FAILED
 
 
 # --------------------------------------------------------------------------- parts

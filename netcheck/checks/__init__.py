@@ -9,7 +9,8 @@ A check module has
     OPTIONAL    like NEEDS, but handed over as None where it was not read
     ABSENT      what a missing tool is worth: `skip` (default), or more where the inventory demands what the tool shows
     applies     applies(node, cluster) -> bool; False: the node yields no finding at all
-    unread      unread(node, need, error) -> Finding or None: what an unread fact is worth, where that is more than `unknown`
+    unread      unread(node, need, error, facts) -> Finding or None: what an unread fact is worth, where that is more than
+                `unknown`; `facts` are those of all nodes
     check       yields Findings
 
 To add one: write the file, add its line below, add a folder of cases under tests/checks/.
@@ -17,7 +18,7 @@ To add one: write the file, add its line below, add a folder of cases under test
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -44,14 +45,14 @@ from netcheck.checks import (
     time_daemon,
     version_agreement,
 )
-from r4090c.model import Cluster, Finding, Node, Status
+from r4090c.model import Cluster, Finding, Node, NodeFacts, Status
 
 
 def _always(node: Node, cluster: Cluster) -> bool:
     return True
 
 
-def _unknown(node: Node, need: str, error: str) -> Finding | None:
+def _unknown(node: Node, need: str, error: str, facts: Mapping[str, NodeFacts]) -> Finding | None:
     return None
 
 
@@ -66,7 +67,7 @@ class Check:
     optional: tuple[str, ...]
     absent: Status
     applies: Callable[[Node, Cluster], bool]
-    unread: Callable[[Node, str, str], Finding | None]
+    unread: Callable[[Node, str, str, Mapping[str, NodeFacts]], Finding | None]
     judge: Callable[..., Iterator[Finding]]
 
 

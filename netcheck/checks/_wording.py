@@ -10,6 +10,9 @@ from collections.abc import Iterable
 
 from r4090c.model import Cluster, Node
 
+DRIVER_BRANCH = "570"
+"""Of the NVIDIA driver: a production branch that Ubuntu packages, above gpu-driver's minimum."""
+
 
 def origin(cluster: Cluster, threshold: str) -> str:
     """Return " (cluster.yaml)" when the inventory overrode this field of Expect, else nothing."""
@@ -39,6 +42,11 @@ def on(node: Node, command: str) -> str:
 def as_root(node: Node, *commands: str) -> str:
     """Return `on(node, …)` for the commands one after the other, each with sudo in front unless the login is root's."""
     return on(node, " && ".join(command if node.ssh.user == "root" else f"sudo {command}" for command in commands))
+
+
+def driver_package(distribution: str | None, branch: str = DRIVER_BRANCH) -> str:
+    """Return the package of the NVIDIA driver: Ubuntu has one per branch, Debian a single one. None = not known: Ubuntu's."""
+    return "nvidia-driver" if (distribution or "").split(" ")[0] == "debian" else shlex.quote(f"nvidia-driver-{branch}")
 
 
 def size(gib: float) -> str:

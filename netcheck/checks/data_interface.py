@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import shlex
 from collections.abc import Iterator, Mapping
 
 from netcheck.checks._majority import Majority, majority, others
-from netcheck.checks._network import is_address, is_up, towards, unfit
 from netcheck.checks._wording import as_root, listed, on
+from netcheck.data_network import data_iface, is_address, is_up, peers_of, towards, unfit
 from r4090c.model import Cluster, Finding, Iface, NetFact, Node, Status
 
 ID, GROUP, SCOPE, NEEDS = "data-interface", "network", "cluster", ("net",)
@@ -35,7 +36,7 @@ def check(nets: Mapping[str, NetFact], cluster: Cluster) -> Iterator[Finding]:
     for name, net in nets.items():
         node, iface = cluster.node(name), chosen[name]
         faults = list(_route_faults(node, net, cluster))
-        if iface is not None and unfit(iface.name) is None:
+        if iface is not None:
             faults += _iface_faults(node, iface, mtus, agreed, cluster)
         elif not faults:
             remedy = f"r4090c facts --nodes {name}"
@@ -49,20 +50,14 @@ def check(nets: Mapping[str, NetFact], cluster: Cluster) -> Iterator[Finding]:
             yield Finding(ID, name, Status.PASS, f"{iface.name}: MTU {iface.mtu}{rate}", "a real interface towards the peers")
 
 
-def _peers(node: Node, cluster: Cluster) -> dict[str, str]:
-    """Return data address -> name of the other nodes."""
-    return {peer.data_address: peer.name for peer in cluster.nodes if peer.name != node.name}
-
-
 def _chosen(node: Node, net: NetFact, cluster: Cluster) -> Iface | None:
-    """Return the interface that most peers are reached over."""
-    by_name = {iface.name: iface for iface in net.ifaces}
-    over = towards(net, _peers(node, cluster))
-    return by_name.get(max(over, key=lambda name: len(over[name]))) if over else None
+    """Return the interface the node's training traffic will take."""
+    name, _ = data_iface(net, node, peers_of(node, cluster))
+    return next((iface for iface in net.ifaces if iface.name == name), None)
 
 
 def _route_faults(node: Node, net: NetFact, cluster: Cluster) -> Iterator[Finding]:
-    peers = _peers(node, cluster)
+    peers = {address: name for name, address in peers_of(node, cluster).items()}
     over = towards(net, peers)
     lost = [name for address, name in peers.items() if address in net.routes and net.routes[address][0] is None]
     unasked = [name for address, name in peers.items() if address not in net.routes]
@@ -71,7 +66,13 @@ def _route_faults(node: Node, net: NetFact, cluster: Cluster) -> Iterator[Findin
         why = "NCCL and gloo connect to the peers' data addresses"
         expected = "a route to every peer's data address"
         yield Finding(
-            ID, node.name, Status.FAIL, f"no route to {listed(lost)}", expected, why, on(node, f"ip route get {address}")
+            ID,
+            node.name,
+            Status.FAIL,
+            f"no route to {listed(lost)}",
+            expected,
+            why,
+            on(node, f"ip route get {shlex.quote(address)}"),
         )
     if unasked and not lost:
         remedy = f"r4090c facts --nodes {node.name}"
@@ -83,7 +84,7 @@ def _route_faults(node: Node, net: NetFact, cluster: Cluster) -> Iterator[Findin
         if kind is not None:
             why = "training traffic over it is slow, or ends in the machine itself"
             observed = f"{listed(peers[address] for address in reached)} reached over {iface}: {kind}"
-            remedy = on(node, f"ip route get {reached[0]}; ip -br address")
+            remedy = on(node, f"ip route get {shlex.quote(reached[0])}; ip -br address")
             yield Finding(ID, node.name, Status.FAIL, observed, "a real interface on the data network", why, remedy)
     if len(over) > 1 and not any(unfit(iface) for iface in over):
         observed = "; ".join(f"{listed(peers[address] for address in reached)} over {iface}" for iface, reached in over.items())
@@ -107,12 +108,15 @@ def _iface_faults(
 ) -> Iterator[Finding]:
     network = cluster.network
     if not is_up(iface):
-        why, remedy = "the link is down: cable, switch port or transceiver", as_root(node, f"ip link set {iface.name} up")
+        why, remedy = (
+            "the link is down: cable, switch port or transceiver",
+            as_root(node, f"ip link set {shlex.quote(iface.name)} up"),
+        )
         yield Finding(ID, node.name, Status.FAIL, f"{iface.name} is {iface.operstate}", "up", why, remedy)
     why_mtu = "packets larger than the smallest MTU on the way are dropped or cut: connections open, then stall"
     if network.mtu is not None:
         if iface.mtu != network.mtu:
-            remedy = as_root(node, f"ip link set {iface.name} mtu {network.mtu}")
+            remedy = as_root(node, f"ip link set {shlex.quote(iface.name)} mtu {network.mtu}")
             expected = f"{network.mtu} (cluster.yaml)"
             yield Finding(ID, node.name, Status.FAIL, f"{iface.name}: MTU {iface.mtu}", expected, why_mtu, remedy)
     elif node.name in agreed.odd:
@@ -121,21 +125,21 @@ def _iface_faults(
             if agreed.value is not None
             else f"one MTU on all; {others(mtus, node.name)} (no majority)"
         )
-        remedy = as_root(node, f"ip link set {iface.name} mtu {agreed.value or max(mtus.values())}")
+        remedy = as_root(node, f"ip link set {shlex.quote(iface.name)} mtu {agreed.value or max(mtus.values())}")
         yield Finding(ID, node.name, Status.FAIL, f"{iface.name}: MTU {iface.mtu}", right, why_mtu, remedy)
     elif iface.mtu == OVERLAY_MTU:
         why = (
             "that is the MTU of an overlay network (VXLAN): all-reduce over one was 20 times slower than over the host's network"
         )
         observed, expected = f"{iface.name}: MTU {iface.mtu}", "1500 or more; or state mtu: 1450 under network in cluster.yaml"
-        yield Finding(ID, node.name, Status.WARN, observed, expected, why, on(node, f"ip -d link show {iface.name}"))
+        yield Finding(ID, node.name, Status.WARN, observed, expected, why, on(node, f"ip -d link show {shlex.quote(iface.name)}"))
     if network.rate_gbit_s is None:
         return
     expected = f"at least {network.rate_gbit_s:g} Gbit/s (cluster.yaml)"
     if iface.speed_mbit_s is None:
         observed = f"not read: the speed of {iface.name}" + (" (virtual)" if iface.virtual else "")
-        yield Finding(ID, node.name, Status.UNKNOWN, observed, expected, "", on(node, f"ethtool {iface.name}"))
+        yield Finding(ID, node.name, Status.UNKNOWN, observed, expected, "", on(node, f"ethtool {shlex.quote(iface.name)}"))
     elif iface.speed_mbit_s < network.rate_gbit_s * 1000:
         why = "a cable, transceiver or switch port negotiated down, or this is the wrong card"
         observed = f"{iface.name}: {iface.speed_mbit_s / 1000:g} Gbit/s"
-        yield Finding(ID, node.name, Status.FAIL, observed, expected, why, on(node, f"ethtool {iface.name}"))
+        yield Finding(ID, node.name, Status.FAIL, observed, expected, why, on(node, f"ethtool {shlex.quote(iface.name)}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from netcheck.checks._wording import as_root, on, origin, size
@@ -14,7 +15,8 @@ def check(node: Node, disks: tuple[DiskFact, ...], cluster: Cluster) -> Iterator
     """Yield one Finding per fault of the shared folder, the run folder or /tmp, else one pass.
 
     A run folder that does not exist yet is no fault where it can be made: the first launch does, and the fact tells about the
-    nearest folder above it. Other paths are not judged.
+    nearest folder above it. A shared folder that does not exist is the fault of `mount`, and skipped here. Other paths are not
+    judged.
     """
     seen = {disk.path: disk for disk in disks}
     faults = 0
@@ -43,25 +45,23 @@ def check(node: Node, disks: tuple[DiskFact, ...], cluster: Cluster) -> Iterator
 
 
 def _access_faults(node: Node, disk: DiskFact) -> Iterator[Finding]:
-    path, is_shared = disk.path, _is_shared(node, disk)
+    path, is_shared, quoted = disk.path, _is_shared(node, disk), shlex.quote(disk.path)
     if disk.error is not None:
-        remedy = on(node, f"timeout 10 stat -f {path}")
+        remedy = on(node, f"timeout 10 stat -f {quoted}")
         yield Finding(
             ID, node.name, Status.UNKNOWN, f"not read: {path}: {disk.error}", "an answer from the file system", "", remedy
         )
         return
     if not disk.exists and path == node.paths.shared:
-        why = "code, data, runs and checkpoints live there"
-        yield Finding(
-            ID, node.name, Status.FAIL, f"{path} does not exist", "the shared folder", why, as_root(node, f"mkdir -p {path}")
-        )
+        remedy = f"r4090c preflight --only mount --nodes {node.name}"
+        yield Finding(ID, node.name, Status.SKIP, f"not applicable: {path} does not exist", "room to write", "", remedy)
         return
     if disk.writable is False and not disk.exists:
         why = "the folder above it is not this account's to write"
-        remedy = as_root(node, f"install -d -o {node.ssh.user or '$USER'} {path}")
+        remedy = as_root(node, f"install -d -o {_owner(node)} {quoted}")
         yield Finding(ID, node.name, Status.FAIL, f"{path} does not exist and cannot be made", "the right to write", why, remedy)
     elif disk.writable is False:
-        owner = f"chown {node.ssh.user}: {path}" if is_shared and node.ssh.user else f"chmod 1777 {path}"
+        owner = f"chown {_owner(node)}: {quoted}" if is_shared else f"chmod 1777 {quoted}"
         why = "no permission, a read-only mount, or an NFS export that squashes this user"
         yield Finding(
             ID,
@@ -73,7 +73,7 @@ def _access_faults(node: Node, disk: DiskFact) -> Iterator[Finding]:
             as_root(node, owner),
         )
     elif disk.writable is None and is_shared:
-        remedy = on(node, f"touch {path}/.probe && rm {path}/.probe")
+        remedy = on(node, f"touch {quoted}/.probe && rm {quoted}/.probe")
         yield Finding(ID, node.name, Status.UNKNOWN, f"not read: whether {path} is writable", "the right to write", "", remedy)
 
 
@@ -83,9 +83,11 @@ def _space_faults(node: Node, disk: DiskFact, cluster: Cluster) -> Iterator[Find
         return
     field = "disk_free_min_gib" if is_shared else "tmp_free_min_gib"
     needed_gib = getattr(expect, field)
-    full = f"du -xh --max-depth=2 {path} | sort -h | tail"
+    quoted = shlex.quote(path)
+    full = f"du -xh --max-depth=2 {quoted} | sort -h | tail"
+    inodes = f"du -x --inodes --max-depth=2 {quoted} | sort -n | tail"
     if disk.free_gib is None:
-        yield Finding(ID, node.name, Status.UNKNOWN, f"not read: free space of {path}", "", "", on(node, f"df -h {path}"))
+        yield Finding(ID, node.name, Status.UNKNOWN, f"not read: free space of {path}", "", "", on(node, f"df -h {quoted}"))
     elif disk.free_gib < needed_gib:
         why = "a checkpoint that meets a full disk is lost" if is_shared else "compilers, caches and logs write there"
         yield Finding(
@@ -105,8 +107,13 @@ def _space_faults(node: Node, disk: DiskFact, cluster: Cluster) -> Iterator[Find
             f"{disk.free_inodes} inodes free in {path}",
             f"at least {expect.inodes_free_min}{origin(cluster, 'inodes_free_min')}",
             "no file can be made without an inode, however many GiB are free",
-            as_root(node, full.replace("du -xh", "du -x --inodes").replace("sort -h", "sort -n")),
+            as_root(node, inodes),
         )
+
+
+def _owner(node: Node) -> str:
+    """Return the account the tool logs in as, for a command on the node; where it is not stated the node's shell knows it."""
+    return shlex.quote(node.ssh.user) if node.ssh.user else '"$(id -un)"'
 
 
 def _same_file_system(one: DiskFact, other: DiskFact | None) -> bool:

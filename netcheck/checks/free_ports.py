@@ -1,4 +1,4 @@
-"""Whether every node can open connections to every other, on the master port and on high ports."""
+"""Whether every node can open connections to every other, on high ports as launch, NCCL and gloo take them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from netcheck.checks._wording import as_root, listed, on
-from netcheck.measure.ports import MASTER_PORT, PortsAnswer, read
+from netcheck.measure.ports import PortsAnswer, read
 from r4090c.model import Cluster, Finding, Status
 
 ID, GROUP, SCOPE, NEEDS = "free-ports", "ports", "measurement", ("ports",)
 
 OVERLAP_MIN_S = 2.0
 """est.: two nodes must have listened and called together for at least two SYNs (0 and 1 s) before a failure is believed."""
-EXPECTED = "every node connects to every other, on the master port and on high ports"
-WHY = (
-    "torchrun's store needs the master port, NCCL and gloo connect to ports the kernel picks: where they are blocked, ranks hang"
-)
+EXPECTED = "every node connects to every other on high ports"
+WHY = "the ranks meet on a free high port, NCCL and gloo connect to ports the kernel picks: where they are blocked, ranks hang"
 
 Blocked = Mapping[tuple[str, str], Mapping[int, str]]
 """(listener, caller) -> port the listener had open and the caller did not reach -> reason."""
@@ -27,7 +25,8 @@ def check(measured: Any, cluster: Cluster) -> Iterator[Finding]:
 
     Raises ParseError when `measured` is not what `ports.read` takes.
     """
-    answers = read(measured)
+    known = {node.name for node in cluster.nodes}
+    answers = {name: answer for name, answer in read(measured).items() if name in known}
     took_part = {name: answer for name, answer in answers.items() if not answer.error}
     blocked = _blocked(took_part)
     mute = frozenset(name for name in took_part if _is_mute(name, took_part, blocked))
@@ -52,12 +51,6 @@ def _faults(
     name: str, took_part: Mapping[str, PortsAnswer], blocked: Blocked, mute: frozenset[str], cluster: Cluster
 ) -> Iterator[Finding]:
     node, answer = cluster.node(name), took_part[name]
-    if MASTER_PORT in answer.busy:
-        why = "another program, perhaps a run that was left behind, holds torchrun's default port"
-        observed = f"port {MASTER_PORT}: {answer.busy[MASTER_PORT]}"
-        yield Finding(
-            ID, name, Status.WARN, observed, "a free master port", why, as_root(node, f"ss -ltnp sport = :{MASTER_PORT}")
-        )
     if name in mute:
         reasons = listed(sorted({text for (_, caller), ports in blocked.items() if caller == name for text in ports.values()}), 2)
         remedy = as_root(node, "nft list ruleset")

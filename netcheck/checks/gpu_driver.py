@@ -6,14 +6,17 @@ import re
 from collections.abc import Iterator, Mapping
 
 from netcheck.checks._majority import majority, others
-from netcheck.checks._wording import as_root
-from r4090c.model import Cluster, Finding, Gpu, Node, Status
+from netcheck.checks._wording import as_root, driver_package
+from r4090c.model import Cluster, Finding, Gpu, Node, NodeFacts, OsFact, Status
 
-ID, GROUP, SCOPE, NEEDS = "gpu-driver", "gpu", "cluster", ("gpus",)
+ID, GROUP, SCOPE, NEEDS, OPTIONAL = "gpu-driver", "gpu", "cluster", ("gpus",), ("os",)
 ABSENT = Status.UNKNOWN
 
 DRIVER_MIN = (550, 40, 7)
 """accelerate (PR 2195) turns P2P and InfiniBand off by itself on RTX 40 cards below this driver."""
+
+MISMATCH = "Driver/library version mismatch"
+"""nvidia-smi's words for NVML error 18 (NVML_ERROR_LIB_RM_VERSION_MISMATCH)."""
 
 
 def applies(node: Node, cluster: Cluster) -> bool:
@@ -21,13 +24,26 @@ def applies(node: Node, cluster: Cluster) -> bool:
     return node.gpus > 0
 
 
-def check(gpus: Mapping[str, tuple[Gpu, ...]], cluster: Cluster) -> Iterator[Finding]:
+def unread(node: Node, need: str, error: str, facts: Mapping[str, NodeFacts]) -> Finding | None:
+    """Return the finding for a driver whose two halves differ: nvidia-smi then shows no card, and that is a fault."""
+    if MISMATCH.lower() not in error.lower():
+        return None
+    why = (
+        "the driver was upgraded, and the kernel still runs the old module: no program can use a GPU."
+        " Reload the module as told, or reboot where a program holds it"
+    )
+    reload = as_root(node, "modprobe -r nvidia_uvm nvidia_drm nvidia_modeset nvidia", "modprobe nvidia")
+    return Finding(ID, node.name, Status.FAIL, error[:160], "kernel module and library of one version", why, reload)
+
+
+def check(gpus: Mapping[str, tuple[Gpu, ...]], systems: Mapping[str, OsFact | None], cluster: Cluster) -> Iterator[Finding]:
     """Yield one Finding per fault of a node's driver, else one pass per node."""
     drivers = {name: next((gpu.driver for gpu in cards if gpu.driver), "") for name, cards in gpus.items() if cards}
     told = {name: driver for name, driver in drivers.items() if driver}  # a node whose cards are all lost has no vote
     agreed = majority(told)
     for name, driver in drivers.items():
-        node, faults = cluster.node(name), 0
+        node, faults, system = cluster.node(name), 0, systems.get(name)
+        distribution = system.distribution if system is not None else None
         version = _version(driver)
         if version is None:
             faults += 1
@@ -40,9 +56,8 @@ def check(gpus: Mapping[str, tuple[Gpu, ...]], cluster: Cluster) -> Iterator[Fin
             )
             branch = (agreed.value or max(told.values(), key=lambda text: _version(text) or ())).split(".")[0]
             why = "CUDA and NCCL choose their paths by driver: nodes that differ hang or run at different speeds"
-            yield Finding(
-                ID, name, Status.FAIL, f"driver {driver}", right, why, as_root(node, f"apt-get install -y nvidia-driver-{branch}")
-            )
+            install = as_root(node, f"apt-get install -y {driver_package(distribution, branch)}")
+            yield Finding(ID, name, Status.FAIL, f"driver {driver}", right, why, install)
         settled = name in agreed.odd and (_version(agreed.value or "") or ()) >= DRIVER_MIN  # the others' driver mends both
         if version is not None and version < DRIVER_MIN and not settled:
             faults += 1
@@ -50,9 +65,8 @@ def check(gpus: Mapping[str, tuple[Gpu, ...]], cluster: Cluster) -> Iterator[Fin
                 "accelerate refuses or disables P2P and InfiniBand below it on RTX 40 cards; early 525 drivers lost data over P2P"
             )
             expected = "at least 550.40.07"
-            yield Finding(
-                ID, name, Status.WARN, f"driver {driver}", expected, why, as_root(node, "apt-get install -y nvidia-driver-570")
-            )
+            install = as_root(node, f"apt-get install -y {driver_package(distribution)}")
+            yield Finding(ID, name, Status.WARN, f"driver {driver}", expected, why, install)
         if not faults:
             yield Finding(ID, name, Status.PASS, f"driver {driver}", "one driver on all nodes, at least 550.40.07")
 

@@ -31,9 +31,9 @@ def check(node: Node, gpus: tuple[Gpu, ...], cluster: Cluster) -> Iterator[Findi
             Status.FAIL,
             "; ".join(gpu.faults)[:160],
             "no ERR!, no lost GPU",
-            f"the card at {gpu.pci} no longer answers its driver; a rank on it hangs all the others",
-            as_root(node, "dmesg | grep -i xid | tail")
-            + "   (then a cold restart; a card that does it again needs power or a slot)",
+            f"the card at {gpu.pci} no longer answers its driver; a rank on it hangs all the others."
+            " A cold restart mends it once; a card that does it again needs other power or another slot",
+            as_root(node, "dmesg | grep -i xid | tail"),
         )
     if not broken:
         yield Finding(ID, node.name, Status.PASS, f"{len(gpus)} GPUs answer", "no ERR!, no lost GPU")

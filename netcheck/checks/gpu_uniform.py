@@ -25,8 +25,9 @@ def check(gpus: Mapping[str, tuple[Gpu, ...]], cluster: Cluster) -> Iterator[Fin
     common, count = models.most_common(1)[0] if models else (None, 0)
     clear = count * 2 > sum(models.values())
     for name, cards in gpus.items():
-        if not cards:
-            continue  # gpu-count says it
+        working = [gpu for gpu in cards if not gpu.faults]
+        if not any(gpu.memory_total_mib is not None for gpu in cards) and not working:
+            continue  # gpu-count and gpu-faults say it
         unread = [gpu for gpu in cards if gpu.memory_total_mib is None and not gpu.faults]  # gpu-faults names the broken ones
         odd = [
             gpu for gpu in cards if gpu.memory_total_mib is not None and (not clear or (gpu.name, gpu.memory_total_mib) != common)
@@ -45,7 +46,8 @@ def check(gpus: Mapping[str, tuple[Gpu, ...]], cluster: Cluster) -> Iterator[Fin
             remedy = on(cluster.node(name), f"nvidia-smi -i {gpu.index}")
             yield Finding(ID, f"{name}/gpu{gpu.index}", Status.UNKNOWN, f"not read: the memory of {gpu.name}", "", "", remedy)
         if not odd and not unread:
-            yield Finding(ID, name, Status.PASS, f"{len(cards)} × {cards[0].name}", "one model, one memory size")
+            told = [gpu for gpu in cards if gpu.memory_total_mib is not None]
+            yield Finding(ID, name, Status.PASS, f"{len(told)} × {told[0].name}", "one model, one memory size")
 
 
 def _listed(models: Counter[tuple[str, int]]) -> str:

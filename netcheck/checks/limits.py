@@ -47,6 +47,7 @@ def check(node: Node, limits: LimitsFact, cluster: Cluster) -> Iterator[Finding]
 
 
 def _raised(node: Node, limit: str, value: str) -> str:
-    """Return the command that raises a limit for every later login (pam_limits)."""
+    """Return the command that raises a limit for every later login (pam_limits); `*` leaves root out (limits.conf(5))."""
     sudo = "" if node.ssh.user == "root" else "sudo "
-    return on(node, f'echo "* - {limit} {value}" | {sudo}tee /etc/security/limits.d/90-r4090c-{limit}.conf')
+    lines = "".join(f"{who} - {limit} {value}\\n" for who in ("*", "root"))
+    return on(node, f'printf "{lines}" | {sudo}tee /etc/security/limits.d/90-r4090c-{limit}.conf')

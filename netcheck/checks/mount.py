@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
 from netcheck.checks._majority import majority, others
-from netcheck.checks._network import is_address
 from netcheck.checks._wording import as_root
+from netcheck.data_network import is_address
+from netcheck.facts.mounts import option, split_source
 from r4090c.model import Cluster, DiskFact, Finding, Mount, Node, Status
 
 ID, GROUP, SCOPE, NEEDS = "mount", "storage", "cluster", ("mounts", "disks")
@@ -29,7 +31,7 @@ def check(
     sources = {name: mount.source for name, mount in nfs.items()}
     for name in mounts:
         node, mount = cluster.node(name), holding[name]
-        faults = list(_folder_faults(node, disks[name]))
+        faults = list(_folder_faults(node, disks[name], cluster))
         if not faults and cluster.storage.kind in NFS_TYPES and not _is_server(node, cluster):
             faults = list(_nfs_faults(node, mount, sources, cluster))
         if faults:
@@ -48,7 +50,7 @@ def holding_mount(path: str, mounts: tuple[Mount, ...]) -> Mount | None:
     return best
 
 
-def _folder_faults(node: Node, disks: tuple[DiskFact, ...]) -> Iterator[Finding]:
+def _folder_faults(node: Node, disks: tuple[DiskFact, ...], cluster: Cluster) -> Iterator[Finding]:
     path = node.paths.shared
     disk = next((disk for disk in disks if disk.path == path), None)
     if disk is None:
@@ -57,20 +59,22 @@ def _folder_faults(node: Node, disks: tuple[DiskFact, ...]) -> Iterator[Finding]
         )
     elif disk.error is not None:
         why = "a mount that does not answer freezes every process that touches it"
-        remedy = as_root(node, f"umount -f -l {path}", f"mount {path}")
+        remedy = as_root(node, f"umount -f -l {shlex.quote(path)}", f"mount {shlex.quote(path)}")
         yield Finding(ID, node.name, Status.FAIL, f"{path} does not answer: {disk.error}", "an answer in seconds", why, remedy)
     elif not disk.exists:
         why = "code, data, runs and checkpoints live there"
-        yield Finding(
-            ID, node.name, Status.FAIL, f"{path} does not exist", "the shared folder", why, as_root(node, f"mkdir -p {path}")
-        )
+        commands = [f"mkdir -p {shlex.quote(path)}"]
+        if cluster.storage.kind in NFS_TYPES and cluster.storage.source is not None and not _is_server(node, cluster):
+            target = cluster.storage.mount or path
+            commands = [f"mkdir -p {shlex.quote(target)}", _mount_command(cluster.storage.source, target)]
+        yield Finding(ID, node.name, Status.FAIL, f"{path} does not exist", "the shared folder", why, as_root(node, *commands))
 
 
 def _nfs_faults(node: Node, mount: Mount | None, sources: Mapping[str, str], cluster: Cluster) -> Iterator[Finding]:
     storage, path = cluster.storage, node.paths.shared
     agreed = majority(sources)
     wanted = storage.source or agreed.value or next(iter(sources.values()), "NAS:/EXPORT")
-    command = f"mount -t nfs4 -o hard,vers=4.2,nconnect=8 {wanted} {storage.mount or path}"
+    command = _mount_command(wanted, storage.mount or path)
     if mount is None or mount.fstype not in ("nfs", "nfs4"):
         lies_on = f"{mount.fstype} {mount.source} ({mount.target})" if mount is not None else "nothing that is mounted"
         why = "the node writes to its own disk: the others will not see its checkpoints, and the disk fills up"
@@ -84,10 +88,9 @@ def _nfs_faults(node: Node, mount: Mount | None, sources: Mapping[str, str], clu
             as_root(node, command),
         )
         return
-    again = as_root(node, f"umount {mount.target}", command)
-    options = dict(option.partition("=")[::2] for option in mount.options)
+    again = as_root(node, f"umount {shlex.quote(mount.target)}", command)
     if mount.fstype not in NFS_TYPES[storage.kind]:
-        version = options.get("vers", "3")
+        version = option(mount, "vers") or "3"
         why = "NFS 3 has no atomic open and keeps locks outside of the protocol"
         yield Finding(
             ID, node.name, Status.FAIL, f"{path}: NFS version {version}", f"type {storage.kind} (cluster.yaml)", why, again
@@ -99,32 +102,32 @@ def _nfs_faults(node: Node, mount: Mount | None, sources: Mapping[str, str], clu
     elif node.name in agreed.odd:
         right = f"{agreed.value}, as on most nodes" if agreed.value else f"one export; {others(sources, node.name)} (no majority)"
         yield Finding(ID, node.name, Status.FAIL, f"{path} is {mount.source}", right, "the nodes do not share one folder", again)
-    if "soft" in options or "softerr" in options:
+    if option(mount, "soft") is not None or option(mount, "softerr") is not None:
         why = "a soft mount gives up after a while and turns a slow server into a damaged checkpoint"
         yield Finding(ID, node.name, Status.FAIL, f"{path} is mounted soft", "hard", why, again)
-    if "ro" in options:
+    if option(mount, "ro") is not None:
         yield Finding(ID, node.name, Status.FAIL, f"{path} is mounted read-only", "rw", "no checkpoint can be written", again)
-    small = [
-        f"{name}={options[name]}"
-        for name in ("rsize", "wsize")
-        if options.get(name, "").isdigit() and int(options[name]) < IO_SIZE_MIN
-    ]
+    sizes = {name: option(mount, name) or "" for name in ("rsize", "wsize")}
+    small = [f"{name}={size}" for name, size in sizes.items() if size.isdigit() and int(size) < IO_SIZE_MIN]
     if small:
         why = "small requests cost a round trip each"
         yield Finding(ID, node.name, Status.WARN, f"{path}: {', '.join(small)}", f"{IO_SIZE_MIN} (1 MiB)", why, again)
     rate = cluster.network.rate_gbit_s
-    if rate is not None and rate >= NCONNECT_FROM_GBIT_S and "nconnect" not in options:
+    if rate is not None and rate >= NCONNECT_FROM_GBIT_S and option(mount, "nconnect") is None:
         why = f"one TCP connection does not fill {rate:g} Gbit/s"
         yield Finding(ID, node.name, Status.WARN, f"{path}: no nconnect", "nconnect=4 or more", why, again)
 
 
+def _mount_command(source: str, target: str) -> str:
+    return f"mount -t nfs4 -o hard,vers=4.2,nconnect=8 {shlex.quote(source)} {shlex.quote(target)}"
+
+
 def same_source(seen: str, stated: str) -> bool:
     """Return whether two "server:/export" texts mean the same; a server may be a name here and an address there."""
-    seen_host, _, seen_path = seen.rpartition(":")
-    stated_host, _, stated_path = stated.rpartition(":")
+    (seen_host, seen_path), (stated_host, stated_path) = split_source(seen), split_source(stated)
     if seen_path.rstrip("/") != stated_path.rstrip("/"):
         return False
-    if is_address(seen_host.strip("[]")) != is_address(stated_host.strip("[]")):
+    if is_address(seen_host) != is_address(stated_host):
         return True
     if "." in seen_host and "." in stated_host:
         return seen_host == stated_host
@@ -133,5 +136,5 @@ def same_source(seen: str, stated: str) -> bool:
 
 def _is_server(node: Node, cluster: Cluster) -> bool:
     """Return whether this node exports the folder itself: there it is a local disk, and rightly so."""
-    host = (cluster.storage.source or "").rpartition(":")[0].strip("[]")
+    host, _ = split_source(cluster.storage.source or "")
     return bool(host) and host in (node.name, node.ssh.address, node.data_address)

@@ -10,8 +10,8 @@ import ipaddress
 from collections.abc import Iterator, Mapping
 
 from netcheck.checks._majority import majority
-from netcheck.checks._network import is_address
 from netcheck.checks._wording import listed, on
+from netcheck.data_network import is_address
 from r4090c.model import Cluster, Finding, NetFact, Node, Status
 
 ID, GROUP, SCOPE, NEEDS = "name-resolution", "access", "cluster", ("net",)

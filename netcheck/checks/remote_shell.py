@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from netcheck.checks._majority import majority, others
 from netcheck.checks._reach import LOGGED_IN, NO_PYTHON3, NOISY_SHELL, not_reached, observed_expected, verdict_of
-from netcheck.checks._wording import as_root, on
-from r4090c.model import Cluster, Finding, Node, Status, UserFact
+from netcheck.checks._wording import as_root, on, origin
+from r4090c.model import Cluster, Finding, Node, OsFact, Status, UserFact
 
-ID, GROUP, SCOPE, NEEDS, OPTIONAL = "remote-shell", "access", "cluster", ("reach",), ("user",)
+ID, GROUP, SCOPE, NEEDS, OPTIONAL = "remote-shell", "access", "cluster", ("reach",), ("user", "os")
 
 
-def check(reach: Mapping[str, Mapping[str, Any]], users: Mapping[str, UserFact | None], cluster: Cluster) -> Iterator[Finding]:
-    """Yield one Finding per node and fault: noise on stdout, no Python >= 3.8, a user id that differs from the others'."""
+WHY_USER = "files on shared storage belong to numbers: a rank with another id cannot write its checkpoint"
+
+
+def check(
+    reach: Mapping[str, Mapping[str, Any]],
+    users: Mapping[str, UserFact | None],
+    systems: Mapping[str, OsFact | None],
+    cluster: Cluster,
+) -> Iterator[Finding]:
+    """Yield one Finding per node and fault: noise on stdout, no Python or one too old, a user id other than the others'."""
     uids = {name: user.uid for name, user in users.items() if user is not None}
     common = majority(uids)
     for node in cluster.nodes:
@@ -26,13 +37,17 @@ def check(reach: Mapping[str, Mapping[str, Any]], users: Mapping[str, UserFact |
             yield not_reached(ID, node, answer)
             continue
         found = list(_faults(node.name, verdict, noise, answer, cluster))
-        user = users.get(node.name)
+        user, system = users.get(node.name), systems.get(node.name)
+        python3 = system.python3 if system is not None else None
+        if verdict != NO_PYTHON3:
+            found += _python_faults(node, python3, cluster)
         if user is not None and node.name in common.odd:
             found.append(_other_user(node, user, common.value, users, uids))
         if not found and user is None:
             observed, remedy = "not read: the user id", f"r4090c facts --nodes {node.name}"
             found = [Finding(ID, node.name, Status.UNKNOWN, observed, "the same user id on all nodes", "", remedy)]
-        yield from found or [Finding(ID, node.name, Status.PASS, f"clean, python3, user id {uids[node.name]}", "a quiet shell")]
+        told = f"clean, python3 {python3}, user id {uids.get(node.name)}"
+        yield from found or [Finding(ID, node.name, Status.PASS, told, "a quiet shell")]
 
 
 def _faults(name: str, verdict: str, noise: str, answer: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
@@ -56,11 +71,27 @@ def _faults(name: str, verdict: str, noise: str, answer: Mapping[str, Any], clus
             name,
             Status.FAIL,
             observed_expected(answer)[0],
-            f"python3 >= {'.'.join(map(str, cluster.expect.python_min))}",
+            _python_wanted(cluster),
             "the node side of this tool is a Python program",
             (answer["verdict"] == NO_PYTHON3 and str(answer.get("next_command", "")))
             or as_root(node, "apt-get install -y python3"),
         )
+
+
+def _python_wanted(cluster: Cluster) -> str:
+    return f"python3 >= {'.'.join(map(str, cluster.expect.python_min))}{origin(cluster, 'python_min')}"
+
+
+def _python_faults(node: Node, python3: str | None, cluster: Cluster) -> Iterator[Finding]:
+    """Yield a finding when the node's own python3 is older than `expect.python_min`, or was not told."""
+    wanted = _python_wanted(cluster)
+    if python3 is None or not re.fullmatch(r"\d{1,3}(\.\d{1,3})+", python3):
+        observed, remedy = "not read: the version of python3", f"r4090c facts --nodes {node.name}"
+        yield Finding(ID, node.name, Status.UNKNOWN, observed, wanted, "", remedy)
+    elif tuple(map(int, python3.split(".")[:2])) < cluster.expect.python_min:
+        why = "the node side of this tool is a Python program; where the distribution has nothing newer, upgrade it"
+        remedy = as_root(node, "apt-get install -y python3")
+        yield Finding(ID, node.name, Status.FAIL, f"python3 is {python3}", wanted, why, remedy)
 
 
 def _other_user(
@@ -71,9 +102,11 @@ def _other_user(
     names = {other.name for other in users.values() if other is not None and other.uid in (common, user.uid)}
     if len(names) > 1:  # another account altogether: the wish is wrong, not the node
         right = next((other.name for other in users.values() if other is not None and other.uid == common), "NAME")
-        remedy = f"set ssh: {{user: {right}}} for {node.name} in cluster.yaml"
+        why = f"{WHY_USER}. These are different accounts: state ssh: {{user: {right}}} for {node.name} in cluster.yaml"
+        remedy = on(node, "id")
     else:
         wanted = common if common is not None else min(uids.values())
-        remedy = as_root(node, f"usermod -u {wanted} {user.name}") + f"   (from the console, while nothing of {user.name} runs)"
-    why = "files on shared storage belong to numbers: a rank with another id cannot write its checkpoint"
+        why = f"{WHY_USER}. usermod refuses while anything of {user.name} runs: hence as root"
+        root = replace(node, ssh=replace(node.ssh, user="root"))
+        remedy = on(root, f"usermod -u {wanted} {shlex.quote(user.name)}")
     return Finding(ID, node.name, Status.FAIL, f"user id {user.uid} ({user.name})", expected, why, remedy)

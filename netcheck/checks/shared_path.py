@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,8 @@ def check(measured: Any, cluster: Cluster) -> Iterator[Finding]:
     Nodes that see each other's files form a group. The group of more than half is the shared folder, and a node outside it is
     named; without such a group all are. Raises ParseError when `measured` is not what `nonce.read` takes.
     """
-    answers = read(measured)
+    known = {node.name for node in cluster.nodes}
+    answers = {name: answer for name, answer in read(measured).items() if name in known}
     wrote = [name for name, answer in answers.items() if not answer.write_error]
     views = {name: answers[name].waited_s for name in wrote if not answers[name].read_error}
     group = _largest_group(views)
@@ -32,7 +34,8 @@ def _judged(name: str, answer: NonceAnswer, wrote: list[str], group: frozenset[s
     node, warn_s = cluster.node(name), cluster.expect.storage_visible_warn_s
     folder = node.paths.shared
     within = f"every node's file within {warn_s:g} s{origin(cluster, 'storage_visible_warn_s')}"
-    look = on(node, f"findmnt -T {folder}; ls -ld {folder}")
+    quoted = shlex.quote(folder)
+    look = on(node, f"findmnt -T {quoted}; ls -ld {quoted}")
     if answer.unreached:
         observed = f"not measured: {answer.write_error or answer.read_error}"
         return Finding(ID, name, Status.UNKNOWN, observed, within, "", answer.next_command)
@@ -50,7 +53,7 @@ def _judged(name: str, answer: NonceAnswer, wrote: list[str], group: frozenset[s
     waited_s = max((answer.waited_s[other] for other in wrote if other in answer.waited_s), default=0.0)
     if waited_s > warn_s:
         why = "a rank that looks for a checkpoint or a marker file right away does not find it"
-        remedy = on(node, f"findmnt -no OPTIONS -T {folder}")
+        remedy = on(node, f"findmnt -no OPTIONS -T {quoted}")
         return Finding(ID, name, Status.WARN, f"another node's file showed after {waited_s:.1f} s", within, why, remedy)
     if answer.remove_error:
         why = "one small file is left; a later preflight removes it"

@@ -21,7 +21,6 @@ MEANING = {
     "lost": ("a connection that lasts", "the connection broke before the node had answered"),
 }
 """Verdict of the remote layer -> (what was expected, why it matters)."""
-"""Verdict of the remote layer -> (what was expected, why it matters)."""
 
 
 def check(node: Node, reach: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
@@ -47,7 +46,8 @@ def check(node: Node, reach: Mapping[str, Any], cluster: Cluster) -> Iterator[Fi
         yield Finding(ID, node.name, Status.PASS, told, "a login over SSH")
         return
     if verdict in HOST_KEY:
-        yield Finding(ID, node.name, Status.SKIP, "not tried: its host key is not trusted", "a login over SSH", "see host-key")
+        remedy = f"r4090c preflight --only host-key --nodes {node.name}"
+        yield Finding(ID, node.name, Status.SKIP, "not tried: its host key is not trusted", "a login over SSH", "", remedy)
         return
     expected, why = MEANING.get(verdict, ("a login over SSH", "without SSH nothing can be read or started"))
     status = Status.FAIL if verdict == AUTH_FAILED else Status.UNKNOWN

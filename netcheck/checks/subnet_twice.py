@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from netcheck.checks._network import is_up, networks, unfit
 from netcheck.checks._wording import on
+from netcheck.data_network import is_up, networks, unfit
 from r4090c.model import Cluster, Finding, NetFact, Node, Status
 
 ID, GROUP, NEEDS = "subnet-twice", "network", ("net",)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from netcheck.checks._majority import majority, others
 from netcheck.checks._wording import as_root, on
-from r4090c.model import Cluster, Finding, Node, OsFact, PythonFact, Status
+from r4090c.model import Cluster, Finding, Node, NodeFacts, OsFact, PythonFact, Status
 
 ID, GROUP, SCOPE, NEEDS = "version-agreement", "software", "cluster", ("python", "os")
 DEMANDED = ("torch", "deepspeed")
 """Packages without which nothing can be trained."""
 WANTED = ("transformers",)
 """Packages some recipes need."""
+NCCL_WHEELS = "nvidia-nccl-"
 COMPARED = {
     "torch": Status.FAIL,
     "nccl": Status.FAIL,
@@ -31,11 +34,13 @@ WHY = {
 }
 
 
-def unread(node: Node, need: str, error: str) -> Finding | None:
+def unread(node: Node, need: str, error: str, facts: Mapping[str, NodeFacts]) -> Finding | None:
     """Return the finding for a training Python that is not there: that is a fault, not something that could not be told."""
     if need != "python" or not error.endswith(("not there", "not executable by this account")):
         return None
-    environment = node.paths.python.removesuffix("/bin/python").removesuffix("/bin/python3")
+    environment = node.paths.python.rpartition("/bin/")[0] or node.paths.python
+    known = [other.python.value for other in facts.values() if other.python.value is not None]
+    packages = " ".join(_pinned(package, _usual(package, known)) for package in (*DEMANDED, *WANTED))
     return Finding(
         ID,
         f"{node.name}/python",
@@ -43,7 +48,7 @@ def unread(node: Node, need: str, error: str) -> Finding | None:
         error,
         f"{node.paths.python} (cluster.yaml), with torch and deepspeed",
         "every rank is started with it",
-        on(node, f"python3 -m venv {environment} && {node.paths.python} -m pip install torch deepspeed transformers"),
+        on(node, f"python3 -m venv {shlex.quote(environment)} && {_pip(node)} install {packages}"),
     )
 
 
@@ -52,18 +57,27 @@ def check(pythons: Mapping[str, PythonFact], systems: Mapping[str, OsFact], clus
     versions = {name: versions_of(pythons[name], systems[name]) for name in pythons}
     faults: dict[str, list[Finding]] = {name: [] for name in versions}
     for name, have in versions.items():
-        faults[name] += _missing(cluster.node(name), have)
+        faults[name] += _missing(cluster.node(name), have, list(pythons.values()))
     for what, status in COMPARED.items():
         values = {name: have[what] for name, have in versions.items() if what in have}
         agreed = majority(values)
+        wanted = agreed.value if agreed.value is not None else max(values.values(), key=_numbers, default="")
+        model = next((name for name, value in values.items() if value == wanted), "")
         for name in agreed.odd:
             right = (
                 f"{agreed.value}, as on most nodes"
                 if agreed.value is not None
                 else f"one version on all; {others(values, name)} (no majority)"
             )
-            remedy = _remedy(cluster.node(name), what, agreed.value or max(values.values(), key=_numbers))
-            faults[name].append(Finding(ID, f"{name}/{what}", status, f"{what} {values[name]}", right, WHY[status], remedy))
+            node = cluster.node(name)
+            if what in ("kernel", "distribution", "python"):
+                hint, remedy = _by_hand(node, what, wanted, systems[name], systems[model])
+            elif what == "nccl":
+                hint, remedy = "", on(node, f"{_pip(node)} install {' '.join(_nccl_wheels(pythons[model]))}")
+            else:
+                hint, remedy = "", on(node, _install(node, what, values[name], wanted))
+            why = f"{WHY[status]}{hint}"
+            faults[name].append(Finding(ID, f"{name}/{what}", status, f"{what} {values[name]}", right, why, remedy))
     for name, have in versions.items():
         told = ", ".join(f"{what} {have[what]}" for what in ("torch", "deepspeed") if what in have)
         yield from faults[name] or [Finding(ID, name, Status.PASS, told, "the same versions on all nodes")]
@@ -71,34 +85,23 @@ def check(pythons: Mapping[str, PythonFact], systems: Mapping[str, OsFact], clus
 
 def versions_of(python: PythonFact, system: OsFact) -> dict[str, str]:
     """Return what -> version for what a node has of COMPARED. NCCL is the wheel torch brings (nvidia-nccl-cu12, -cu13 …)."""
-    have = {what: python.packages[what] for what in ("torch", "deepspeed", "transformers") if what in python.packages}
-    nccl = sorted(version for package, version in python.packages.items() if package.startswith("nvidia-nccl-"))
+    have = {what: python.packages[what] for what in (*DEMANDED, *WANTED) if what in python.packages}
+    nccl = sorted(version for package, version in python.packages.items() if package.startswith(NCCL_WHEELS))
     if nccl:
         have["nccl"] = ", ".join(nccl)
     return {**have, "python": python.version, "kernel": system.kernel, "distribution": system.distribution}
 
 
-def _missing(node: Node, have: Mapping[str, str]) -> Iterator[Finding]:
-    pip = f"{node.paths.python} -m pip install"
-    for package in DEMANDED:
-        if package not in have:
-            why = "every rank imports it"
-            remedy = on(node, f"{pip} {package}")
-            yield Finding(
-                ID,
-                f"{node.name}/{package}",
-                Status.FAIL,
-                f"{package} is not installed",
-                f"{package} in {node.paths.python}",
-                why,
-                remedy,
-            )
-    for package in WANTED:
-        if package not in have and "torch" in have:
-            why = "recipes with a language model need it"
-            expected = f"{package} in {node.paths.python}"
-            remedy = on(node, f"{pip} {package}")
-            yield Finding(ID, f"{node.name}/{package}", Status.WARN, f"{package} is not installed", expected, why, remedy)
+def _missing(node: Node, have: Mapping[str, str], pythons: Sequence[PythonFact]) -> Iterator[Finding]:
+    for package, status, why in (
+        *((package, Status.FAIL, "every rank imports it") for package in DEMANDED),
+        *((package, Status.WARN, "recipes with a language model need it") for package in WANTED),
+    ):
+        if package in have or (package in WANTED and "torch" not in have):
+            continue
+        remedy = on(node, f"{_pip(node)} install {_pinned(package, _usual(package, pythons))}")
+        expected = f"{package} in {node.paths.python}"
+        yield Finding(ID, f"{node.name}/{package}", status, f"{package} is not installed", expected, why, remedy)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -106,11 +109,48 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(digits) for digits in re.findall(r"\d{1,9}", version))
 
 
-def _remedy(node: Node, what: str, version: str) -> str:
-    if what in ("torch", "deepspeed", "transformers"):
-        return on(node, f"{node.paths.python} -m pip install {what}=={version}")
-    if what == "nccl":
-        return on(node, f"{node.paths.python} -m pip install --force-reinstall torch")
+def _usual(package: str, pythons: Iterable[PythonFact]) -> str | None:
+    """Return the version of `package` most of those nodes have that have it, else the newest; None where nobody has it."""
+    counts = Counter(python.packages[package] for python in pythons if package in python.packages)
+    return max(counts, key=lambda version: (counts[version] * 2 > counts.total(), _numbers(version)), default=None)
+
+
+def _pip(node: Node) -> str:
+    return f"{shlex.quote(node.paths.python)} -m pip"
+
+
+def _pinned(package: str, version: str | None) -> str:
+    """Return what to give to `pip install`. pip must know the index that holds builds of a label ("2.6.0+cu124")."""
+    if version is None:
+        return package
+    version = version.split(", ")[-1]  # two side by side, what a broken upgrade leaves
+    return shlex.quote(f"{package}=={version}")
+
+
+def _install(node: Node, package: str, have: str, wanted: str) -> str:
+    """Return the command that turns one version into another.
+
+    pip takes 2.6.0+cpu for 2.6.0 (PEP 440) and would do nothing: where only the label differs the package is taken out first.
+    """
+    install = f"{_pip(node)} install {_pinned(package, wanted)}"
+    if have != wanted and have.partition("+")[0] == wanted.partition("+")[0]:
+        return f"{_pip(node)} uninstall -y {package} && {install}"
+    return install
+
+
+def _nccl_wheels(python: PythonFact) -> list[str]:
+    """Return the pinned wheels of NCCL in `python`, by their own names: nvidia-nccl-cu12==2.21.5."""
+    return [_pinned(name, version) for name, version in python.packages.items() if name.startswith(NCCL_WHEELS)]
+
+
+def _by_hand(node: Node, what: str, wanted: str, own: OsFact, other: OsFact) -> tuple[str, str]:
+    """Return (what to do about it, as an end of `why`; a command) for what is no package of the training Python."""
     if what == "python":
-        return on(node, f"{node.paths.python} --version")
-    return as_root(node, "apt-get dist-upgrade")
+        hint = f"; to mend it make the environment anew with Python {wanted}"
+        return hint, on(node, f"{shlex.quote(node.paths.python)} --version")
+    apt = own.distribution.split(" ")[0] in ("debian", "ubuntu") and own.distribution == other.distribution
+    if what == "kernel" and apt:
+        return "; reboot after the installation", as_root(node, f"apt-get -y install {shlex.quote(f'linux-image-{wanted}')}")
+    if what == "kernel":
+        return f"; to mend it install kernel {wanted} and reboot", on(node, "uname -r")
+    return f"; to mend it bring the node to {wanted}, by an upgrade or a new installation", on(node, "cat /etc/os-release")

@@ -47,7 +47,7 @@ NUMERIC = frozenset(
 
 
 def question(node: Node, cluster: Cluster) -> Question:
-    """Return what to ask `node`. CHECKS: the driver answers in 20 s (8 GPUs without persistence mode take several)."""
+    """Return what to ask `node`. 20 s (est.): 8 GPUs without persistence mode take several to answer."""
     command = ("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv")
     return Question(files=(NUMA_OF_DEVICE,), command=command, timeout_s=20)
 

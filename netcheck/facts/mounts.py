@@ -53,12 +53,10 @@ def option(mount: Mount, name: str) -> str | None:
     return None
 
 
-def nfs_source(mount: Mount) -> tuple[str, str] | None:
-    """Return (server, export) of an NFS mount, None for any other. An IPv6 server loses its brackets."""
-    if mount.fstype not in ("nfs", "nfs4"):
-        return None
-    if mount.source.startswith("["):
-        server, _, export = mount.source[1:].partition("]:")
+def split_source(source: str) -> tuple[str, str]:
+    """Return (server, export) of an NFS source "server:/export". An IPv6 server loses its brackets."""
+    if source.startswith("["):
+        server, _, export = source[1:].partition("]:")
     else:
-        server, _, export = mount.source.partition(":")
+        server, _, export = source.partition(":")
     return server, export

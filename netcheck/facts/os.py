@@ -1,4 +1,4 @@
-"""Operating system: uname(2), os-release(5), boot id and uptime."""
+"""Operating system: uname(2), os-release(5), boot id, uptime, and the version of its own python3."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UPTIME = "/proc/uptime"
 
 def question(node: Node, cluster: Cluster) -> Question:
     """Return what to ask `node`."""
-    return Question(files=(*OS_RELEASE, BOOT_ID, UPTIME), natives={"uname": {}})
+    return Question(files=(*OS_RELEASE, BOOT_ID, UPTIME), natives={"uname": {}, "interpreter": {}})
 
 
 def parse(reply: Reply) -> OsFact:
@@ -33,6 +33,7 @@ def parse(reply: Reply) -> OsFact:
         distribution=distribution(release),
         boot_id=reply.line(BOOT_ID) or "",
         uptime_s=as_float(uptime[0], UPTIME) if uptime else None,
+        python3=as_str(reply.natives["interpreter"], "interpreter") if "interpreter" in reply.natives else None,
     )
 
 

@@ -48,12 +48,16 @@ def parse(reply: Reply) -> tuple[RdmaPort, ...]:
 
 def roce_v2_ipv4(port: RdmaPort) -> tuple[tuple[RdmaGid, str], ...]:
     """Return the GIDs usable for RoCE over IPv4, each with its IPv4 address; several when there are VLANs."""
-    candidates = []
-    for gid in port.gids:
+    return tuple((gid, address) for gid in port.gids if gid.kind == "v2" and (address := ipv4_of(gid)) is not None)
+
+
+def ipv4_of(gid: RdmaGid) -> str | None:
+    """Return the IPv4 address inside a GID like ::ffff:10.10.0.11, None when it holds none."""
+    try:
         mapped = ipaddress.IPv6Address(gid.address).ipv4_mapped
-        if gid.kind == "v2" and mapped is not None:
-            candidates.append((gid, str(mapped)))
-    return tuple(candidates)
+    except ValueError:
+        return None
+    return None if mapped is None else str(mapped)
 
 
 def _port(texts: Mapping[str, str], hca: str, port: int, link: str) -> RdmaPort:

@@ -20,7 +20,7 @@ SOURCE = files("netcheck.measure").joinpath("nonce_on_node.py").read_text(encodi
 PREFIX = ".r4090c-nonce-"
 
 ANSWER_WITHIN_S = 5.0
-"""A file system that takes longer for one small file does not answer (CHECKS: storage answers in 5 s)."""
+"""A file system that takes longer for one small file does not answer. est."""
 GRACE_S = 3.0
 """est.: how much longer than the warning threshold a reader waits before it says "not there"."""
 

@@ -1,7 +1,7 @@
 """Who listens where and who connects to whom, to see whether every node reaches every other: the schedule.
 
-Pure. On the master port and on high ports as NCCL and gloo pick them. One SSH round trip runs it on all nodes at once
-(`ports_on_node`).
+Pure. On random high ports, where `launch` lets the ranks meet and where the kernel lets NCCL and gloo listen. One SSH round
+trip runs it on all nodes at once (`ports_on_node`).
 """
 
 from __future__ import annotations
@@ -19,31 +19,20 @@ NAME = "ports"
 SOURCE = files("netcheck.measure").joinpath("ports_on_node.py").read_text(encoding="utf-8")
 """The program a node runs."""
 
-MASTER_PORT = 29_500
-"""torchrun's default, and the first candidate of `launch`."""
 HIGH_PORTS = (32_768, 60_999)
-"""Linux's default ip_local_port_range: NCCL and gloo listen where the kernel puts them."""
-HIGH_PORTS_A_NODE = 2
+"""Linux's default ip_local_port_range: launch, NCCL and gloo listen where the kernel puts them."""
+HIGH_PORTS_A_NODE = 3
 """A sample: a firewall that opens one range shows as one blocked port."""
 WINDOW_S = 6.0
 """est.: a lost first SYN is sent again after 1 and 3 s (Linux), plus what a loaded node needs to start Python."""
 
 
 def schedule(nodes: Sequence[Node], seed: int) -> dict[str, dict[str, Any]]:
-    """Return node name -> request for `ports_on_node.main`.
-
-    Nodes that share a data address are on one machine: the master port is tried on the first of them only, and all high
-    ports differ.
-    """
+    """Return node name -> request for `ports_on_node.main`. All ports differ: nodes may be on one machine."""
     dice = random.Random(seed)
     sample = dice.sample(range(HIGH_PORTS[0], HIGH_PORTS[1] + 1), HIGH_PORTS_A_NODE * len(nodes))
     token = f"{dice.getrandbits(64):016x}"
-    listen: dict[str, list[int]] = {}
-    masters: set[str] = set()
-    for place, node in enumerate(nodes):
-        own = sample[place * HIGH_PORTS_A_NODE : (place + 1) * HIGH_PORTS_A_NODE]
-        listen[node.name] = own if node.data_address in masters else [MASTER_PORT, *own]
-        masters.add(node.data_address)
+    listen = {node.name: sample[place * HIGH_PORTS_A_NODE : (place + 1) * HIGH_PORTS_A_NODE] for place, node in enumerate(nodes)}
     return {
         node.name: {
             "node": node.name,

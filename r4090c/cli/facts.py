@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from r4090c.cli.common import choose_nodes, cluster_option, err, json_option, load, nodes_option, out, print_json
+from r4090c.cli.common import choose_nodes, cluster_option, err, json_option, load, nodes_option, out, print_json, tell_error
 from r4090c.errors import Exit, UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def command(
       r4090c facts --from facts.tar.gz
 
     \b
-    Exit codes: 0 every node answered; 3 one did not (the others are shown all the same).
+    Exit codes: 0 every node answered; 2 FILE cannot be written; 3 a node did not answer (the others are shown all the same).
     """
     from netcheck.raw import parse_raw
 
@@ -57,19 +57,23 @@ def command(
         raise UsageError("--from", "given together with " + ("--save" if save is not None else "--cluster"), "one of them")
     cluster, raw = _replay(bundle) if bundle is not None else _ask(load(cluster_file), nodes)
     chosen = [node for node in choose_nodes(cluster, nodes) if node.name in raw.reach]
-    if save is not None:
-        from netcheck.bundle import save_bundle
-
-        save_bundle(save, cluster, raw)
-        err().print(f"kept in {save}")
     facts = parse_raw(raw, cluster)
     silent = [node for node in chosen if raw.reach[node.name]["verdict"] != "ok"]
     if as_json:
         print_json(_report(cluster, raw, chosen, facts))
     else:
         _show(cluster, raw, chosen, facts)
-    if silent or not chosen:
-        ctx.exit(int(Exit.UNKNOWN))
+    code = Exit.UNKNOWN if silent or not chosen else Exit.OK
+    if save is not None:  # after the facts were shown: a file that cannot be written must not lose them
+        from netcheck.bundle import save_bundle
+
+        try:
+            save_bundle(save, cluster, raw)
+            err().print(f"kept in {save}")
+        except UsageError as error:
+            tell_error(error)
+            code = code or error.exit_code
+    ctx.exit(int(code))
 
 
 def _replay(bundle: Path) -> tuple[Cluster, Raw]:
@@ -181,9 +185,9 @@ def _cpus_text(cpus: CpuFact) -> str:
 def _gpus_text(gpus: tuple[Gpu, ...], wanted: int) -> str:
     if not gpus:
         return f"none of {wanted}" if wanted else "none"
-    names = Counter(gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce ") or "?" for gpu in gpus)
+    names = Counter(gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce ") or "?" for gpu in gpus if gpu.index >= 0)
     lines = [f"{count} × {name}" for name, count in names.items()]
-    if len(gpus) != wanted:
+    if names.total() != wanted:
         lines.append(f"{wanted} wanted")
     lines += [f"driver {driver}" for driver in sorted({gpu.driver for gpu in gpus if gpu.driver})]
     faulty = sum(bool(gpu.faults) for gpu in gpus)
@@ -191,19 +195,21 @@ def _gpus_text(gpus: tuple[Gpu, ...], wanted: int) -> str:
 
 
 def _data_network_text(cluster: Cluster, node: Node, net: NetFact) -> str:
-    """Return the interface the node uses towards its peers (alone: the one that has its data address), MTU and speed."""
-    names = sorted({iface for iface, _ in net.routes.values() if iface is not None})
-    if not net.routes:
-        names = [iface.name for iface in net.ifaces if any(a.split("/")[0] == node.data_address for a in iface.addresses)]
-    unreachable = sum(iface is None for iface, _ in net.routes.values())
-    lines = []
-    for iface in (iface for iface in net.ifaces if iface.name in names):
+    """Return the interface for traffic to the peers (or why none is fit), its MTU and speed, and the peers it does not reach."""
+    from netcheck.data_network import data_iface, peers_of, towards
+
+    peers = peers_of(node, cluster)
+    name, reason = data_iface(net, node, peers, loopback=cluster.network.kind == "loopback")
+    lines = [] if name else [reason]
+    for iface in (iface for iface in net.ifaces if iface.name == name):
         lines.append(f"{iface.name} {next((a for a in iface.addresses if ':' not in a), '')}".rstrip())
         speed = "" if iface.speed_mbit_s is None else f", {iface.speed_mbit_s / 1000:g} Gbit/s"
         lines.append(f"mtu {iface.mtu}{speed}")
+    lines += [f"{len(reached)} peers over {other}" for other, reached in towards(net, peers.values()).items() if other != name]
+    unreachable = sum(iface is None for iface, _ in net.routes.values())
     if unreachable:
         lines.append(f"no route to {unreachable} of {len(net.routes)} peers")
-    return "\n".join(lines) or "none"
+    return "\n".join(lines)
 
 
 def _rdma_text(ports: tuple[RdmaPort, ...]) -> str:

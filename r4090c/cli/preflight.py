@@ -8,13 +8,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from r4090c.cli.common import choose_nodes, cluster_option, err, json_option, load, nodes_option, print_json
+from r4090c.cli.common import choose_nodes, cluster_option, err, json_option, load, nodes_option, print_json, remember, tell_error
 from r4090c.errors import UsageError
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ def command(
     """Say whether the nodes are fit to train, and if not which node, what, why, and the command that mends it.
 
     Changes nothing on a node. The exit code is 0 when all are fit (warnings allowed), 1 when a check failed, 3 when something
-    could not be told (a node was not reached, a fact not read).
+    could not be told (a node was not reached, a fact not read); 2 when all are fit but FILE of --save cannot be written.
     """
-    from netcheck.judge import exit_code
+    from netcheck.judge import exit_code, verdict
     from netcheck.preflight import select_checks
     from netcheck.report import report, screen
 
@@ -85,10 +85,6 @@ def command(
     else:
         cluster, raw, findings = _ask(load(cluster_file), nodes, checks, measure=not quick)
     duration_s = time.monotonic() - started
-    if save_file is not None:
-        from netcheck.bundle import save_bundle
-
-        save_bundle(save_file, cluster, raw)
     facts_file = save_file or from_file
     if as_json:
         print_json(report(cluster.name, raw.started_at, duration_s, findings, str(facts_file) if facts_file else None))
@@ -100,9 +96,22 @@ def command(
                 line.text, fg=line.colour or None, bold=line.strength == "bold" or None, dim=line.strength == "dim" or None
             )
             click.echo(styled, color=terminal and not os.environ.get("NO_COLOR"))
-    if save_file is not None:
-        click.echo(f"saved: {save_file}", err=True)
-    return int(exit_code(findings))
+    code = exit_code(findings)
+    if save_file is not None:  # after the report: a file that cannot be written must not lose it
+        from netcheck.bundle import save_bundle
+
+        try:
+            save_bundle(save_file, cluster, raw)
+            click.echo(f"saved: {save_file}", err=True)
+        except UsageError as error:
+            tell_error(error)
+            code = code or error.exit_code
+    if from_file is None:
+        from r4090c.store import record_preflight
+
+        kept = [{**asdict(finding), "status": finding.status.value} for finding in findings]
+        remember(record_preflight, cluster.name, list(raw.reach), verdict(findings), kept)
+    return int(code)
 
 
 def _ask(cluster: Cluster, nodes: str | None, checks: Sequence[Check], *, measure: bool) -> tuple[Cluster, Raw, list[Finding]]:

@@ -82,7 +82,9 @@ def build_cluster(case: Mapping[str, Any]) -> Cluster:
         )
     network = Network(**{"kind": "roce", "subnet": "10.10.0.0/24", "rate_gbit_s": 100, "mtu": 9000, **change.get("network", {})})
     storage = Storage(**{"kind": "nfs4", "source": "nas:/export/shared", "mount": "/mnt/shared", **change.get("storage", {})})
-    expect = change.get("expect", {})
+    expect: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in change.get("expect", {}).items()
+    }
     return Cluster(
         name="atelier",
         nodes=tuple(nodes),

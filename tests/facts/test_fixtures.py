@@ -110,7 +110,7 @@ def test_nvml_version_mismatch_is_told_in_its_own_words() -> None:
 
 def nfs_of(found: tuple[Mount, ...], target: str) -> dict[str, Any]:
     mount = next(mount for mount in found if mount.target == target)
-    server, export = mounts.nfs_source(mount) or ("", "")
+    server, export = mounts.split_source(mount.source)
     sizes = {key: int(mounts.option(mount, key) or 0) for key in ("rsize", "wsize", "nconnect", "timeo")}
     return {
         "target": mount.target,
@@ -131,7 +131,7 @@ def nfs_of(found: tuple[Mount, ...], target: str) -> dict[str, Any]:
 def test_proc_mounts(name: str) -> None:
     text, expect = fixture(f"mounts/{name}.txt")
     found = mounts.parse_proc_mounts(text)
-    nfs = [mount for mount in found if mounts.nfs_source(mount) is not None]
+    nfs = [mount for mount in found if mount.fstype in ("nfs", "nfs4")]
     assert [mount.target for mount in nfs] == [entry["target"] for entry in expect["nfs"]]
     for entry in expect["nfs"]:
         seen = nfs_of(found, entry["target"])

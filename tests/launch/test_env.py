@@ -43,19 +43,29 @@ def test_cases(case: dict[str, Any]) -> None:
         "S3_TOKENS",
         "HTTP_AUTH",
         "API_KEY_2",
+        "GITHUB_PAT",
     ],
 )
 def test_secret_names(name: str) -> None:
-    assert is_secret(name)
+    assert is_secret(name, "x")
     assert shown(name, "x") == "***"
 
 
-@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "PWD", "KEYBOARD", "AUTHOR", "PASSENGER"])
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "PWD", "KEYBOARD", "AUTHOR", "PASSENGER", "NCCL_IB_PKEY", "PATH", "COMPAT"]
+)
 def test_names_that_only_look_like_secrets(name: str) -> None:
-    assert not is_secret(name)
+    assert not is_secret(name, "x")
     assert shown(name, "x") == "x"
 
 
 @pytest.mark.parametrize(("value", "expected"), [(None, None), ("", ()), ("0,2", ("0", "2")), (" 1 , GPU-ab ,", ("1", "GPU-ab"))])
 def test_visible_devices(value: str | None, expected: tuple[str, ...] | None) -> None:
     assert visible_devices({} if value is None else {"CUDA_VISIBLE_DEVICES": Var(value, "a test")}) == expected
+
+
+def test_an_address_with_a_password_in_it_is_a_secret_whatever_its_name() -> None:
+    assert shown("HTTP_PROXY", "http://user:word@proxy:3128") == "***"
+    assert shown("DATABASE_URL", "postgresql://u:p@db/x") == "***"
+    assert shown("HTTP_PROXY", "http://proxy:3128") == "http://proxy:3128"
+    assert shown("REMOTE", "git@host:path/x") == "git@host:path/x"
