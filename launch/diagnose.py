@@ -97,6 +97,9 @@ class _Next:
     def logs(self) -> str:
         return f"r4090c logs {self.run_id}"
 
+    def torchrun_log(self, node: str) -> str:
+        return f"{self.logs()} --torchrun {node}"
+
     def again(self) -> str:
         """Return how the run goes on; a script of the user's own knows no resume."""
         return f"r4090c launch {self.recipe} --resume {self.run_id}" if self.recipe else self.logs()
@@ -208,7 +211,15 @@ def _cause(
             said = f"{which}, where the ranks meet, was taken by another process"
             return Cause("port-taken", node, None, f"{node} could not start: {said}", text, next_commands.again(), when)
         said = _error_line(text)
-        return Cause(kind, node, None, f"torchrun on {node} failed" + (f": {said}" if said else ""), text, logs, when)
+        return Cause(
+            kind,
+            node,
+            None,
+            f"torchrun on {node} failed" + (f": {said}" if said else ""),
+            text,
+            next_commands.torchrun_log(node),
+            when,
+        )
     return _loss_cause(event, ordered, unreachable, next_commands)
 
 

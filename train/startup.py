@@ -1,7 +1,8 @@
 """Import torch, DeepSpeed and transformers without the parts this training never runs.
 
 Left out: torch._dynamo, torch._inductor and sympy (only for torch.compile), torch.distributed.tensor (only for tensor
-parallelism and FSDP2), the tables of every transformers model, processors of images and sound. Measured: bench/results/launch-small.md.
+parallelism and FSDP2), the tables of every transformers model, processors of images and sound. Measured:
+bench/results/launch-small.md.
 
 How: while `diet()` is open, importing a module of DEFERRED gives a stand-in. Nothing is faked for good: the first
 real use of a stand-in, or of a name taken from one, imports the real module and hands over to it. So a version that

@@ -18,15 +18,21 @@ POLL_S = 0.5
 @click.argument("run_id", metavar="RUN")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
 @click.option("--rank", type=click.IntRange(0), help="Only this global rank [default: all, each line with its rank].")
+@click.option(
+    "--torchrun", "torchrun_node", metavar="NODE", help="What torchrun itself printed on NODE, instead of the ranks' logs."
+)
 @click.option("--attempt", type=click.IntRange(1), help="An earlier attempt [default: the last].")
 @cluster_option
-def command(run_id: str, follow: bool, rank: int | None, attempt: int | None, cluster_file: str | None) -> int:
+def command(
+    run_id: str, follow: bool, rank: int | None, torchrun_node: str | None, attempt: int | None, cluster_file: str | None
+) -> int:
     """Show the logs of RUN.
 
     \b
     Examples:
       r4090c logs tiny-20260131-120000-a1b2 -f
       r4090c logs tiny-20260131-120000-a1b2 --rank 1 | less
+      r4090c logs tiny-20260131-120000-a1b2 --torchrun node02
     """
     from launch.jobs import READ, ask_any, find_run
     from r4090c.paths import RunPaths
@@ -38,6 +44,8 @@ def command(run_id: str, follow: bool, rank: int | None, attempt: int | None, cl
         world = int(run.plan["world_size"])
         if rank is not None and rank >= world:
             raise UsageError(f"--rank {rank}", f"{run.id} has {world} ranks", f"0 to {world - 1}", f"r4090c logs {run.id}")
+        if torchrun_node is not None and torchrun_node not in run.nodes:
+            raise UsageError(f"--torchrun {torchrun_node}", f"{run.id} ran on {', '.join(run.nodes)}", "one of them")
         number = attempt or run.attempt
         if number > run.attempt:
             raise UsageError(
@@ -45,32 +53,36 @@ def command(run_id: str, follow: bool, rank: int | None, attempt: int | None, cl
             )
         ranks = [rank] if rank is not None else list(range(world))
         paths = RunPaths(PurePosixPath(run.run_dir))
-        offsets = dict.fromkeys(ranks, 0)
-        halves = dict.fromkeys(ranks, "")
-        missing: set[int] = set()
+        logs = {str(one): str(paths.rank_log(number, one)) for one in ranks}
+        if torchrun_node is not None:
+            logs = {torchrun_node: str(paths.torchrun_log(number, torchrun_node))}
+        bare = len(logs) == 1
+        offsets = dict.fromkeys(logs, 0)
+        halves = dict.fromkeys(logs, "")
+        missing: set[str] = set()
         while True:
             running = follow and find_run(fleet, cluster, run_id).state == "running"
             more = False
-            for one in ranks:
-                answer = ask_any(fleet, READ, {"path": str(paths.rank_log(number, one)), "offset": offsets[one]})
+            for name, path in logs.items():
+                answer = ask_any(fleet, READ, {"path": path, "offset": offsets[name]})
                 if answer["error"]:
-                    missing.add(one)
+                    missing.add(name)
                     continue
-                missing.discard(one)
-                offsets[one] = answer["offset"]
+                missing.discard(name)
+                offsets[name] = answer["offset"]
                 more = more or bool(answer["text"])
-                *lines, halves[one] = (halves[one] + answer["text"]).split("\n")
+                *lines, halves[name] = (halves[name] + answer["text"]).split("\n")
                 for line in lines:
-                    click.echo(line if rank is not None else f"[{one}] {line}")
+                    click.echo(line if bare else f"[{name}] {line}")
             if not running and not more:
                 break
             if running and not more:
                 time.sleep(POLL_S)
-        for one, half in halves.items():
+        for name, half in halves.items():
             if half:
-                click.echo(half if rank is not None else f"[{one}] {half}")
+                click.echo(half if bare else f"[{name}] {half}")
         if missing:
-            told = ", ".join(map(str, sorted(missing)))
+            told = ", ".join(sorted(missing, key=lambda name: (len(name), name)))
             hint = f"it may have ended before its script began; see {paths.attempt(number)}"
-            click.echo(f"no log yet of rank {told} ({hint})", err=True)
+            click.echo(f"no log yet of {told} ({hint})", err=True)
     return Exit.OK
