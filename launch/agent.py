@@ -898,6 +898,7 @@ class Agent:
             traceback.print_exc()  # into agent.log
             outcome, cause = "failed", self.event("agent-error", detail="%s: %s" % (type(error).__name__, error))
         if cause is None:
+            end_all(lambda: descendants(os.getpid()), 0.5)  # what the script left behind, detached or not
             self.gang.close(LINGER_S)
         else:
             self.end(cause)

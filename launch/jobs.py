@@ -37,27 +37,46 @@ def last_line(path):
     except (OSError, ValueError, IndexError):
         return None
 
+def started(folder):
+    try:  # each attempt writes plan.json anew
+        return os.stat(os.path.join(folder, "plan.json")).st_mtime
+    except OSError:
+        return 0.0
+
+def node_names(plan):
+    nodes = plan.get("nodes")
+    named = [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
+    return [node["name"] for node in named if isinstance(node.get("name"), str)]
+
+def checkpoints(folder):
+    try:
+        return sorted(name for name in os.listdir(folder) if os.path.exists(os.path.join(folder, name, "complete")))
+    except OSError:
+        return []
+
 def main(request):
     runs, top = [], request["runs"]
-    try:
-        names = sorted(os.listdir(top), key=lambda name: name[-20:], reverse=True)  # the end of an id is its time
-    except OSError:
-        names = []
-    for name in names:
-        if request["only"] and name != request["only"]:
-            continue
-        folder = os.path.join(top, name)
+    if request["only"]:
+        folders = [os.path.join(top, request["only"])]
+    else:
+        try:
+            folders = sorted((os.path.join(top, name) for name in os.listdir(top)), key=started, reverse=True)
+        except OSError:
+            folders = []
+    for folder in folders:
         plan = load(os.path.join(folder, "plan.json"))
         if not isinstance(plan, dict) or plan.get("schema") != request["schema"]:
             continue
         agents = {}
-        for node in plan["nodes"]:
-            found = load(os.path.join(folder, "agents", node["name"] + ".json"))
-            if isinstance(found, dict) and found.get("attempt") == plan["attempt"]:
-                agents[node["name"]] = found
-        last = last_line(os.path.join(folder, "metrics.jsonl"))
-        recipe = load(os.path.join(folder, "recipe.json")) if request["only"] else None
-        runs.append({"folder": folder, "plan": plan, "agents": agents, "last": last, "recipe": recipe})
+        for name in node_names(plan):
+            found = load(os.path.join(folder, "agents", name + ".json"))
+            if isinstance(found, dict) and found.get("attempt") == plan.get("attempt"):
+                agents[name] = found
+        one = {"folder": folder, "plan": plan, "agents": agents, "last": last_line(os.path.join(folder, "metrics.jsonl"))}
+        one["diagnosis"] = load(os.path.join(folder, "diagnosis.json"))
+        one["recipe"] = load(os.path.join(folder, "recipe.json")) if request["only"] else None
+        one["checkpoints"] = checkpoints(os.path.join(folder, "checkpoints")) if request["only"] else []
+        runs.append(one)
         if len(runs) >= request["limit"]:
             break
     return {"now": time.time(), "runs": runs}
@@ -87,7 +106,11 @@ def main(request):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run as its folder tells. `state`: running, done, failed, stopped, lost (agents silent, no end told)."""
+    """One run as its folder tells.
+
+    `state`: running, done, failed, stopped, lost (agents silent, no end told), unreadable. `resolved` (the recipe) and
+    `checkpoints` (names of the complete ones) are told by `find_run` only.
+    """
 
     id: str
     state: str
@@ -101,6 +124,7 @@ class Run:
     cause: str | None
     plan: Mapping[str, Any]
     resolved: Mapping[str, Any] | None
+    checkpoints: tuple[str, ...]
 
 
 def run_state(plan: Mapping[str, Any], agents: Mapping[str, Mapping[str, Any]], now: float) -> tuple[str, str | None]:
@@ -135,31 +159,47 @@ def _seconds(created_at: str) -> float:
 
 
 def list_runs(fleet: Fleet, cluster: Cluster, only: str | None = None, limit: int = 50) -> list[Run]:
-    """Return the runs in the run folder, the newest first. Raises CouldNotTell when no node answers."""
+    """Return the runs in the run folder, the last started first. Raises CouldNotTell when no node answers."""
     answer = ask_any(fleet, LIST, {"runs": cluster.nodes[0].paths.runs, "only": only, "limit": limit, "schema": SCHEMA})
+    return runs_of(answer)
+
+
+def runs_of(answer: Mapping[str, Any]) -> list[Run]:
+    """Return the runs that LIST told. A folder that is not what a run writes becomes one of state "unreadable"."""
     runs = []
     for one in answer["runs"]:
-        plan = one["plan"]
-        state, cause = run_state(plan, one["agents"], answer["now"])
-        nodes = tuple(node["name"] for node in plan["nodes"])
-        step = one["last"].get("step") if isinstance(one["last"], dict) else None
-        runs.append(
-            Run(
-                plan["run_id"],
-                state,
-                plan["recipe"],
-                nodes,
-                one["folder"],
-                plan["attempt"],
-                step,
-                plan.get("steps"),
-                plan["created_at"],
-                cause,
-                plan,
-                one["recipe"],
-            )
-        )
-    return sorted(runs, key=lambda run: run.started_at, reverse=True)
+        try:
+            runs.append(_run(one, float(answer["now"])))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            # One odd folder, half written or somebody else's, must not hide the others.
+            name = str(one["folder"]).rpartition("/")[2]
+            why = f"its files are not what a run writes ({type(error).__name__}: {error})"
+            runs.append(Run(name, "unreadable", "?", (), str(one["folder"]), 0, None, None, "", why, {}, None, ()))
+    return runs
+
+
+def _run(one: Mapping[str, Any], now: float) -> Run:
+    """Return the run that a folder tells. Raises KeyError, TypeError, ValueError or AttributeError for what is none."""
+    plan, told = one["plan"], one["diagnosis"]
+    state, cause = run_state(plan, one["agents"], now)
+    if state == "failed" and isinstance(told, dict) and told.get("attempt") == plan["attempt"]:
+        cause = str(told["summary"])  # by a supervisor, which also knew whom it could not reach
+    last = one["last"]
+    return Run(
+        id=str(plan["run_id"]),
+        state=state,
+        recipe=str(plan["recipe"]),
+        nodes=tuple(str(node["name"]) for node in plan["nodes"]),
+        run_dir=str(one["folder"]),
+        attempt=int(plan["attempt"]),
+        step=last.get("step") if isinstance(last, dict) else None,
+        steps=plan.get("steps"),
+        started_at=str(plan["created_at"]),
+        cause=cause,
+        plan=plan,
+        resolved=one["recipe"],
+        checkpoints=tuple(one["checkpoints"]),
+    )
 
 
 def find_run(fleet: Fleet, cluster: Cluster, run_id: str) -> Run:
@@ -171,6 +211,8 @@ def find_run(fleet: Fleet, cluster: Cluster, run_id: str) -> Run:
         raise UsageError(
             f"run {run_id}", f"there is none in {cluster.nodes[0].paths.runs}", "an id as `r4090c jobs` shows it", "r4090c jobs"
         )
+    if found[0].state == "unreadable":
+        raise UsageError(f"run {run_id}", str(found[0].cause), f"a whole plan.json in {found[0].run_dir}", "r4090c jobs")
     return found[0]
 
 

@@ -92,7 +92,7 @@ def _prepare_script(wish: Wish, runs_folder: PurePosixPath) -> Prepared:
         )
     root = (wish.code or script.parent).resolve()
     files = {**our_files(), **user_files(script, wish.code)}
-    name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in script.stem) or "script"
+    name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in script.stem).strip("-") or "script"
     job = Job(name, f"user/{script.resolve().relative_to(root).as_posix()}", wish.args, wish.nproc, None, wish.env)
     return Prepared(job, RunPaths(runs_folder / new_run_id(name)), 1, None, files, wish.nodes)
 
@@ -110,6 +110,9 @@ def _resumed_recipe(previous: Run, name: str, wish: Wish) -> dict[str, Any]:
     """Return the recipe of the run that is resumed, with this launch's --set applied."""
     if previous.state == "running":
         raise UsageError(f"run {previous.id}", "still runs", "a run that has ended", f"r4090c stop {previous.id}")
+    if not previous.checkpoints:
+        observed = "has no complete checkpoint to continue from"
+        raise UsageError(f"run {previous.id}", observed, "a run that has saved one", f"r4090c launch {name}   (starts anew)")
     if previous.resolved is None or previous.recipe != name:
         raise UsageError(
             f"run {previous.id}", f"is of {previous.recipe}, not of recipe {name}", f"a run of {name}", "r4090c jobs"
@@ -188,9 +191,12 @@ def _plan(cluster: Cluster, prepared: Prepared, facts: Mapping[str, NodeFacts], 
     )
 
 
-def start(fleet: Fleet, cluster: Cluster, wish: Wish, say: Callable[[str], None]) -> Supervisor:
+def start(
+    fleet: Fleet, cluster: Cluster, wish: Wish, say: Callable[[str], None], announce: Callable[[Plan], None] = lambda plan: None
+) -> Supervisor:
     """Check, sync, plan and start; return the supervisor of the running attempt. Raises R4090cError; nothing is left then.
 
+    `announce(plan)` is called before anything runs: from then on the run has an id that can be stopped.
     Facts are gathered and the code is synced at the same time; the gate judges before any rank starts.
     """
     prepared = prepare(fleet, cluster, wish)
@@ -218,6 +224,7 @@ def start(fleet: Fleet, cluster: Cluster, wish: Wish, say: Callable[[str], None]
     if prepared.recipe is not None:
         files[str(prepared.run.recipe)] = json.dumps(prepared.recipe, indent=1)
     supervisor = Supervisor(fleet, plan, secrets.token_hex(16))
+    announce(plan)
     say(f"starting {plan.world_size} ranks on {', '.join(names)}")
     supervisor.start(files)
     return supervisor

@@ -8,10 +8,13 @@ is reopened, and only when the others have ended, or nobody answers, does it cou
 from __future__ import annotations
 
 import json
+import os
 import queue
+import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Protocol
@@ -224,9 +227,13 @@ class Supervisor:
                 watcher.log(text)
             else:
                 try:
-                    watcher.metrics(json.loads(text))
+                    told = json.loads(text)
                 except ValueError:
-                    watcher.note(f"{name}: a line of metrics.jsonl is not JSON")
+                    told = None
+                if isinstance(told, dict):
+                    watcher.metrics(told)
+                else:
+                    watcher.note(f"{name}: a line of metrics.jsonl is not a JSON object")
         if "state" in message and message["state"] is not None:
             view.state = message["state"]
             events = view.state.get("events", [])
@@ -316,6 +323,24 @@ class Supervisor:
         return stop_run(self.fleet, self.plan.run_id, names, by, token=self._token, follows=follows)
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let no second Ctrl-C (or SIGTERM, SIGHUP) break what ends the ranks: it takes seconds, and says so."""
+
+    def wait_for_it(number: int, frame: object) -> None:
+        os.write(2, b"still stopping every rank; this takes some seconds\n")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, wait_for_it) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @dataclass(frozen=True, slots=True)
 class Stopped:
     """What stopping came to. `left`: node -> pids that would not go; `unreachable`: nodes that did not answer."""
@@ -338,6 +363,11 @@ def stop_run(
         assert isinstance(value, dict)
         return value
 
+    with uninterrupted():
+        return _stop_all(fleet, nodes, one)
+
+
+def _stop_all(fleet: Fleet, nodes: Sequence[str], one: Callable[[Shell], dict[str, Any]]) -> Stopped:
     answers = fleet.map(one, nodes)
     lost = [name for name, answer in answers.items() if isinstance(answer, NodeError) and answer.verdict is Verdict.LOST]
     if lost:  # the connection had broken before, or a follower gave it up meanwhile: a new one may do

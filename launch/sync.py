@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import subprocess
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ SKIPPED_FOLDERS = {
     "runs",
     "wandb",
 }
+USER_LIMIT_FILES = 20_000
+"""est.: a project's code is a tenth of it; more means that a home folder or a data set would be searched."""
 USER_LIMIT_MIB = 64
 """est.: a project's code is far below; more means that data would be sent."""
 
@@ -103,8 +106,25 @@ def _listed(folder: Path, script: Path) -> Sequence[Path]:
     """Return the files of `folder` that make up its code, the script always included."""
     found = set(_listed_by_git(folder))
     if not found:  # no repository, or one that ignores the folder
-        found = {file for file in folder.rglob("*") if _may_be_code(file.relative_to(folder))}
+        found = set(_walked(folder))
     return sorted(file for file in found | {script} if file.is_file() and file.resolve().is_relative_to(folder))
+
+
+def _walked(folder: Path) -> Iterator[Path]:
+    """Yield the files below `folder` that may be code; caches are not entered, what cannot be listed is not code.
+
+    Raises UsageError when there are far too many: then it is no folder of code.
+    """
+    count = 0
+    for here, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if _may_be_code(PurePath(name, "x"))]
+        count += len(names)
+        if count > USER_LIMIT_FILES:
+            expected = "a folder of code; say which with --code"
+            raise UsageError(
+                str(folder), f"holds more than {USER_LIMIT_FILES} files", expected, "r4090c launch SCRIPT --code FOLDER"
+            )
+        yield from (Path(here, name) for name in names)
 
 
 def _listed_by_git(folder: Path) -> Iterator[Path]:

@@ -37,6 +37,9 @@ START_S = 5.0
 STOP_S = 10.0
 """How long the keeper may take to end everything; SIGKILL ends a process at once unless it hangs in the kernel (est.)."""
 
+GRACE_S = 1.0
+"""est.: what a process gets between TERM and KILL."""
+
 PORT_TRIES = 3
 """A free port may be taken by another program before sshd binds it; then all start again with other ports."""
 
@@ -391,13 +394,19 @@ def _reap() -> list[int]:
 
 
 def _end_children() -> None:
-    """Kill this process's children until there are none: those of a killed child come to us, the subreaper.
+    """End this process's children until there are none: TERM, a grace, KILL. Those of a killed child come to us, the subreaper.
 
+    The grace is for login shells: one that is killed in the midst of the user's own rc files may leave their locks behind.
     Only direct children are signalled. Nobody but us can reap them, so none of these pids can mean another process.
     """
+    told: set[int] = set()
+    kill_from = time.monotonic() + GRACE_S
     while children := _children():
+        late = time.monotonic() > kill_from
         for pid in children:
-            os.kill(pid, signal.SIGKILL)
+            if late or pid not in told:
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+                told.add(pid)
         _reap()
         time.sleep(0.005)
 

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import errno
 import functools
+import getpass
 import json
 import os
 import shlex
@@ -167,7 +168,15 @@ class _Refuse(paramiko.MissingHostKeyPolicy):
 
 def _target(ssh: Ssh) -> _Target:
     config = _ssh_config(ssh.config)
-    found: Mapping[str, Any] = config.lookup(ssh.address) if config else {}
+    try:
+        found: Mapping[str, Any] = config.lookup(ssh.address) if config else {}
+        if not ssh.user:
+            getpass.getuser()  # what everybody falls back to in the end
+    except (KeyError, OSError) as error:  # a uid without an entry, as in a container
+        observed = f"uid {os.getuid()} has no name on this machine"
+        raise UsageError(
+            "ssh.user", observed, "the account to log in with", "state ssh.user in cluster.yaml, or export USER"
+        ) from error
     keys = (ssh.key,) if ssh.key else tuple(str(Path(key).expanduser()) for key in found.get("identityfile", ()))
     return _Target(
         hostname=str(found.get("hostname", ssh.address)),

@@ -30,7 +30,9 @@ STATE = "state"
 
 COMPLETE = "complete"
 
-_OURS = re.compile(r"step_(\d{8})(\.partial)?")
+PARTIAL, OLD = ".partial", ".old"
+"""Suffixes of a checkpoint that is being written, and of one that is being removed."""
+_OURS = re.compile(r"step_\d{8}")
 
 
 @dataclass(frozen=True)
@@ -51,28 +53,49 @@ def folder_of(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:08d}"
 
 
-def read_complete(folder: Path) -> Saved | None:
-    """Return the checkpoint in `folder`, None when it is not whole: no manifest, or a file missing or of another size."""
+def read(folder: Path) -> Saved | str:
+    """Return the checkpoint in `folder`, or why it is not whole: no manifest, a state file missing or of another size.
+
+    DeepSpeed's helper scripts (*.py) beside the state are no state: somebody may well edit them.
+    """
     try:
         manifest = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-        whole = all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
-        return Saved(folder, manifest) if whole and folder == folder_of(folder.parent, manifest["step"]) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+        state = {name: int(size) for name, size in manifest["files"].items() if not name.endswith(".py")}
+        for name, size in state.items():
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes, {size} were written"
+        if folder != folder_of(folder.parent, manifest["step"]):
+            return f"its manifest is of step {manifest['step']}"
+        return Saved(folder, manifest)
+    except OSError as error:
+        return f"{Path(str(error.filename)).name}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{COMPLETE} is not a manifest of ours"
+
+
+def _finished(checkpoints: Path) -> list[Path]:
+    """Return the folders that were given their final name, oldest first: whoever is not whole was damaged later."""
+    folders = sorted(checkpoints.glob("step_*")) if checkpoints.is_dir() else []
+    return [folder for folder in folders if _OURS.fullmatch(folder.name)]
 
 
 def all_complete(checkpoints: Path) -> list[Saved]:
     """Return the complete checkpoints, oldest first."""
-    folders = sorted(checkpoints.glob("step_*")) if checkpoints.is_dir() else []
-    return [saved for folder in folders if (saved := read_complete(folder))]
+    return [saved for folder in _finished(checkpoints) if isinstance(saved := read(folder), Saved)]
+
+
+def all_damaged(checkpoints: Path) -> dict[str, str]:
+    """Return name -> what is wrong, of finished checkpoints that are not whole any more. Nobody removes them but their owner."""
+    return {folder.name: told for folder in _finished(checkpoints) if isinstance(told := read(folder), str)}
 
 
 def remove_half_ones(checkpoints: Path) -> list[str]:
-    """Remove what a killed run left behind; return the names. Only folders with our own names are touched. Rank 0 alone."""
+    """Remove what a killed run left behind: half written or half removed. Return the names. Rank 0 alone."""
     folders = sorted(checkpoints.glob("step_*")) if checkpoints.is_dir() else []
-    half = [folder for folder in folders if _OURS.fullmatch(folder.name) and not read_complete(folder)]
+    half = [folder for folder in folders if folder.suffix in (PARTIAL, OLD) and _OURS.fullmatch(folder.stem)]
     for folder in half:
-        _remove(folder)
+        shutil.rmtree(folder)
     return [folder.name for folder in half]
 
 
@@ -80,6 +103,11 @@ def find_start(checkpoints: Path, recipe: Recipe, world_size: int, data_sha256: 
     """Return the checkpoint to continue from, None to start anew. Raises Stop when it cannot be continued."""
     complete = all_complete(checkpoints)
     if not complete:
+        damaged = all_damaged(checkpoints)
+        if damaged:
+            told = "; ".join(f"{name}: {why}" for name, why in damaged.items())
+            remedy = "restore them from a copy, or move them away to start anew"
+            raise Stop(checkpoints, f"no checkpoint is whole ({told})", "a whole one", remedy)
         return None
     newest = complete[-1]
     if not recipe.resume:
@@ -141,7 +169,8 @@ def save(
 
     `write_state(folder)` writes this rank's files below `folder`/STATE. Only rank 0 makes, renames and removes folders.
     """
-    partial = checkpoints / f"step_{step:08d}.partial"
+    folder = folder_of(checkpoints, step)
+    partial = folder.with_suffix(PARTIAL)
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / STATE).mkdir(parents=True)
@@ -152,7 +181,6 @@ def save(
         _flush_to_disk(partial)
         files = {str(file.relative_to(partial)): file.stat().st_size for file in sorted(partial.rglob("*")) if file.is_file()}
         replace_file(partial / COMPLETE, json.dumps({"step": step, **manifest, "files": files}, indent=1))
-        folder = folder_of(checkpoints, step)
         if folder.exists():
             _remove(folder)
         partial.rename(folder)
@@ -174,6 +202,8 @@ def _flush_to_disk(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint; it stops being complete first, so that a kill meanwhile leaves a half one."""
-    (folder / COMPLETE).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    """Remove a checkpoint; it loses its name first, so that a kill meanwhile leaves a half one."""
+    old = folder.with_suffix(OLD)
+    shutil.rmtree(old, ignore_errors=True)
+    folder.rename(old)
+    shutil.rmtree(old)

@@ -59,10 +59,10 @@ def agree_on_start(start: checkpoint.Saved | None, checkpoints: Path) -> checkpo
     folder = checkpoint.folder_of(checkpoints, int(step))
     if int(step) == 0:
         return None
-    saved = checkpoint.read_complete(folder)
-    if saved is None:
+    saved = checkpoint.read(folder)
+    if isinstance(saved, str):
         expected = "the checkpoint that rank 0 continues from"
-        raise Stop(folder, "not complete, seen from this node", expected, "put --run-dir on storage that all nodes share")
+        raise Stop(folder, f"not whole, seen from this node: {saved}", expected, "put --run-dir on storage that all nodes share")
     return saved
 
 

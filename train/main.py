@@ -80,6 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
         prepared = data.prepare(recipe.data, arguments.data_dir)
         for name in checkpoint.remove_half_ones(checkpoints):
             print(f"removed {name}: a checkpoint that was not finished", flush=True)
+        for name, why in checkpoint.all_damaged(checkpoints).items():
+            print(f"left {name} alone, it is damaged: {why}", flush=True)
     else:
         prepared = data.wait_until_prepared(recipe.data, arguments.data_dir, timeout_s)
     start = checkpoint.find_start(checkpoints, recipe, world_size, prepared.sha256)

@@ -71,14 +71,18 @@ def _followed(supervisor: Supervisor, rates: _Rates) -> Outcome:
 
 
 def measure(
-    fleet: Fleet, cluster: Cluster, wish: Wish, turns: Sequence[Turn], say: Callable[[str], None]
-) -> tuple[list[Sample], list[str]]:
-    """Run every turn and return (samples, what failed): a run that cannot start or is lost costs its own sample only.
+    fleet: Fleet,
+    cluster: Cluster,
+    wish: Wish,
+    turns: Sequence[Turn],
+    say: Callable[[str], None],
+    samples: list[Sample],
+    failed: list[str],
+) -> None:
+    """Run every turn, adding to `samples` and to `failed`: a run that cannot start or is lost costs its own sample only.
 
     Nothing is gated here: the caller has judged the nodes. Ctrl-C stops the running attempt everywhere before it goes on up.
     """
-    samples: list[Sample] = []
-    failed: list[str] = []
     for number, turn in enumerate(turns, 1):
         names = tuple(node.name for node in turn.nodes)
         say(f"run {number}/{len(turns)}: repeat {turn.repeat} on {', '.join(names)}")
@@ -100,4 +104,3 @@ def measure(
             say(f"  {samples[-1].tokens_per_s:,.0f} tokens/s")
         else:
             failed.append(f"{supervisor.plan.run_id}: no step was reported")
-    return samples, failed

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -101,12 +102,23 @@ def program() -> None:
     Whatever needs an orderly end (fleets, clusters, files) is a context manager; neither threads that wait for a silent node nor
     40 ms of interpreter teardown are worth anybody's time.
     """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us (`>&-`)
+            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115 -- lives as long as we
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+            signal.signal(number, _interrupt)
     gc.set_threshold(50_000, 20, 50)  # short-lived: the default makes dozens of passes over imported modules
     code = _run()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Treat SIGTERM and SIGHUP like Ctrl-C: what runs in the foreground is ended in good order."""
+    raise KeyboardInterrupt
 
 
 def main() -> None:

@@ -6,11 +6,15 @@ import importlib.util
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from r4090c.cli.common import err, json_option, print_json
 from r4090c.errors import Exit, UsageError
+
+if TYPE_CHECKING:
+    from launch.supervise import Supervisor
 
 
 @click.command("demo")
@@ -62,8 +66,12 @@ def command(folder: Path | None, sets: tuple[str, ...], as_json: bool) -> int:
                 console.print(line.text, style=line.style or None, markup=False, soft_wrap=True)
             gate(findings)
             console.print("[bold]3. launch tiny[/bold]: DeepSpeed ZeRO-2 over SSH, one rank a node")
-            supervisor = start(fleet, cluster, Wish("tiny", sets, cluster.nodes), lambda text: console.print(text, style="dim"))
-            result, code = follow_attempt(supervisor, began, as_json)
+            wish = Wish("tiny", sets, cluster.nodes)
+
+            def begin() -> Supervisor:
+                return start(fleet, cluster, wish, lambda text: console.print(text, style="dim", markup=False))
+
+            result, code = follow_attempt(begin, began, as_json, resumable=False)
     if as_json:
         print_json(result)
     if code != Exit.OK:

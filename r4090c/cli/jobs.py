@@ -44,12 +44,12 @@ def command(cluster_file: str | None, everything: bool, as_json: bool) -> int:
         step = f"{run.step or 0}/{run.steps}" if run.steps else ""
         attempt = f" #{run.attempt}" if run.attempt > 1 else ""
         table.add_row(
-            run.id,
-            f"[{colours[run.state]}]{run.state}[/]{attempt}",
-            run.recipe,
-            ",".join(run.nodes),
-            step,
-            run.started_at,
+            escape(run.id),
+            f"[{colours.get(run.state, 'red')}]{run.state}[/]{attempt}",
+            escape(run.recipe),
+            escape(",".join(run.nodes)),
+            escape(step),
+            escape(run.started_at),
             escape(run.cause or ""),
         )
     out().print(table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,47 +105,66 @@ def command(
             plan = dry_plan(fleet, cluster, wish)
             _show_plan(plan, as_json)
             return Exit.OK
-        supervisor = start(fleet, cluster, wish, lambda text: console.print(text, style="dim", markup=False))
-        plan = supervisor.plan
-        from r4090c.store import record_run
 
-        remember(record_run, plan.run_id, cluster.name, plan.recipe, supervisor.names, plan.run_dir)
-        console.print(f"run [bold]{plan.run_id}[/bold]  {plan.run_dir}", soft_wrap=True)
+        def say(text: str) -> None:
+            console.print(text, style="dim", markup=False)
+
+        def announce(plan: Plan) -> None:
+            from r4090c.store import record_run
+
+            names = [node.name for node in plan.nodes]
+            remember(record_run, plan.run_id, cluster.name, plan.recipe, names, plan.run_dir)
+            console.print(f"run [bold]{plan.run_id}[/bold]  {plan.run_dir}", soft_wrap=True)
+
         if detach:
+            supervisor = start(fleet, cluster, wish, say, announce)
+            plan = supervisor.plan
             if as_json:
                 print_json({"run_id": plan.run_id, "run_dir": plan.run_dir, "nodes": supervisor.names, "state": "running"})
             else:
                 click.echo(plan.run_id)
             console.print(f"detached; follow with: r4090c logs {plan.run_id} -f", soft_wrap=True)
             return Exit.OK
-        result, ended = follow_attempt(supervisor, began, as_json)
+        result, ended = follow_attempt(lambda: start(fleet, cluster, wish, say, announce), began, as_json)
         if as_json:
             print_json(result)
         return ended
 
 
-def follow_attempt(supervisor: Supervisor, began: float, quiet: bool = False) -> tuple[dict[str, Any], int]:
-    """Follow a started attempt to its end, showing progress; return (what came of it, exit code).
+def follow_attempt(
+    begin: Callable[[], Supervisor], began: float, quiet: bool = False, *, resumable: bool = True
+) -> tuple[dict[str, Any], int]:
+    """Start an attempt with `begin`, follow it to its end, showing progress; return (what came of it, exit code).
 
-    `quiet`: stdout is kept free. Ctrl-C stops every rank on every node and gives exit code 130.
+    `quiet`: stdout is kept free. Ctrl-C stops every rank on every node and gives exit code 130; so does anything else that
+    keeps us from following: what runs in the foreground does not go on unseen. `resumable`: say how, after Ctrl-C.
     """
     from launch.supervise import failure
 
-    plan = supervisor.plan
     console = err()
-    view = _Bar(plan, began) if console.is_terminal and plan.steps else _Plain(plan, began, quiet)
+    supervisor: Supervisor | None = None
     try:
+        supervisor = begin()
+        plan = supervisor.plan
+        view = _Bar(plan, began) if console.is_terminal and plan.steps else _Plain(plan, began, quiet)
         with view:
             outcome = supervisor.follow(view)
     except KeyboardInterrupt:
+        if supervisor is None:
+            raise  # the start has cleaned up
+        plan = supervisor.plan
         console.print("\ninterrupted: stopping every rank on every node …")
         stopped = supervisor.stop(f"{os.environ.get('USER') or 'the user'} (Ctrl-C)")
         told = "; nothing is left running" if not stopped.left else f"; still running: {dict(stopped.left)}"
         if stopped.unreachable:
             told = f"; {', '.join(stopped.unreachable)} did not answer: its agent ends by itself when it loses the others"
-        resume = f"\n  resume: r4090c launch {plan.recipe} --resume {plan.run_id}" if plan.steps else ""
+        resume = f"\n  resume: r4090c launch {plan.recipe} --resume {plan.run_id}" if plan.steps and resumable else ""
         console.print(f"stopped{told}{resume}", soft_wrap=True, markup=False)
         return {"run_id": plan.run_id, "run_dir": plan.run_dir, "outcome": "stopped"}, Exit.INTERRUPTED
+    except BaseException:
+        if supervisor is not None:
+            supervisor.stop("the controller (it could not follow any more)")
+        raise
     result = {
         "run_id": plan.run_id,
         "run_dir": plan.run_dir,
@@ -164,8 +183,8 @@ def follow_attempt(supervisor: Supervisor, began: float, quiet: bool = False) ->
         return result, error.exit_code
     if view.last:
         console.print(
-            f"[green]done[/green] in {time.time() - began:.1f} s: {view.last['step']} steps, loss {view.first['loss']:.4f} → "
-            f"{view.last['loss']:.4f}, {view.rate():,.0f} tokens/s on {len(supervisor.names)} nodes",
+            f"[green]done[/green] in {time.time() - began:.1f} s: {view.last['step']} steps, "
+            f"{view.change()} on {len(supervisor.names)} nodes",
             soft_wrap=True,
         )
     else:
@@ -182,6 +201,19 @@ def _variables(env: tuple[str, ...]) -> dict[str, str]:
             raise UsageError(f"--env {name}", "not NAME=VALUE", "a variable like --env NCCL_DEBUG=INFO")
         found[name] = value
     return found
+
+
+def number_in(line: Mapping[str, Any], name: str) -> float | None:
+    """Return a number of a metrics line, None when there is none: a script of the user's own writes what it likes."""
+    value = line.get(name)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def told_in(line: Mapping[str, Any]) -> str:
+    """Return loss and rate of a metrics line, as far as it has them."""
+    loss, rate = number_in(line, "loss"), number_in(line, "tokens_per_s")
+    told = [f"loss {loss:.4f}"] if loss is not None else []
+    return "  ".join([*told, *([f"{rate:,.0f} tokens/s"] if rate is not None else [])])
 
 
 class _View:
@@ -208,12 +240,21 @@ class _View:
 
     def fresh(self, line: Mapping[str, Any]) -> bool:
         """Take a metrics line; False for one of an earlier attempt, which a resumed run writes again."""
-        if not isinstance(line.get("step"), int) or (self._since is not None and float(line.get("time", 0)) < self._since):
+        when = number_in(line, "time")
+        if not isinstance(line.get("step"), int) or (self._since is not None and when is not None and when < self._since):
             return False
         self.first = self.first or dict(line)
         self.last = dict(line)
-        self._rates.append(float(line.get("tokens_per_s") or 0.0))
+        rate = number_in(line, "tokens_per_s")
+        if rate is not None:
+            self._rates.append(rate)
         return True
+
+    def change(self) -> str:
+        """Return how the loss went and the rate; a script of the user's own may tell neither."""
+        first, last, rate = number_in(self.first, "loss"), number_in(self.last, "loss"), self.rate()
+        told = [f"loss {first:.4f} → {last:.4f}"] if first is not None and last is not None else []
+        return ", ".join([*told, *([f"{rate:,.0f} tokens/s"] if rate is not None else [])]) or "no loss told"
 
     def note_start(self, event: Mapping[str, Any]) -> None:
         """Take the lead's start as the beginning of this attempt."""
@@ -223,9 +264,10 @@ class _View:
     def left_s(self) -> float | None:
         """Return the estimated seconds to the last step."""
         rate = self.rate()
-        if not rate or not self.plan.steps or "tokens" not in self.last:
+        tokens = number_in(self.last, "tokens")
+        if not rate or not self.plan.steps or tokens is None:
             return None
-        per_step = float(self.last["tokens"]) / max(1, int(self.last["step"]))
+        per_step = tokens / max(1, int(self.last["step"]))
         return (self.plan.steps - int(self.last["step"])) * per_step / rate
 
 
@@ -240,10 +282,8 @@ class _Plain(_View):
         if self.fresh(line):
             left = self.left_s()
             rest = f"  {left:.0f} s left" if left is not None else ""
-            click.echo(
-                f"step {line['step']}/{self.plan.steps}  loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tokens/s{rest}",
-                err=self._err,
-            )
+            of = f"/{self.plan.steps}" if self.plan.steps else ""
+            click.echo(f"step {line['step']}{of}  {told_in(line)}{rest}", err=self._err)
 
     def log(self, line: str) -> None:
         if self.plan.steps is None:
@@ -286,9 +326,7 @@ class _Bar(_View):
         if self.fresh(line):
             left = self.left_s()
             rest = f"  {left:.0f} s left" if left is not None else ""
-            self._bar.update(
-                self._task, completed=line["step"], told=f"loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tok/s{rest}"
-            )
+            self._bar.update(self._task, completed=line["step"], told=f"{told_in(line)}{rest}")
 
     def log(self, line: str) -> None:
         return

@@ -62,7 +62,7 @@ def run(
       r4090c nightly run --recipe tiny --nodes 1,2 --repeats 3
       r4090c nightly run --nodes 1,2,4 --floor 0.85     exits 1 below it
     """
-    from launch.nightly.statistics import ENOUGH, fingerprint, scaling, slow_nodes, verdict
+    from launch.nightly.statistics import ENOUGH, Sample, fingerprint, scaling, slow_nodes, verdict
     from launch.nightly.sweep import measure, schedule
     from launch.recipe import load_recipe
     from launch.run import Wish, gate
@@ -91,15 +91,15 @@ def run(
     with Fleet(part) as fleet:
         _, facts, findings = run_preflight(fleet, cluster, part, measure=False)
         gate(findings)
-        samples, failed = measure(
-            fleet,
-            cluster,
-            Wish(recipe, sets, nproc=nproc),
-            turns,
-            say,
-        )
+        samples: list[Sample] = []
+        failed: list[str] = []
+        interrupted = False
+        try:
+            measure(fleet, cluster, Wish(recipe, sets, nproc=nproc), turns, say, samples, failed)
+        except KeyboardInterrupt:  # what was measured is kept
+            interrupted = True
     table = scaling(samples)
-    told = verdict(table, {len(turn.nodes) for turn in turns}, floor, len(failed))
+    told = "interrupted" if interrupted else verdict(table, {len(turn.nodes) for turn in turns}, floor, len(failed))
     summary = {
         "schema": "r4090c.nightly/1",
         "id": night,
@@ -121,7 +121,8 @@ def run(
         _print(table, summary)
         if repeats < ENOUGH:
             console.print(f"{repeats} repeats: enough for a look; {ENOUGH} or more for a judgement", style="dim")
-    return {"measured": Exit.OK, "below the floor": Exit.FAILED, "could not tell": Exit.UNKNOWN}[told]
+    codes = {"measured": Exit.OK, "below the floor": Exit.FAILED, "could not tell": Exit.UNKNOWN, "interrupted": Exit.INTERRUPTED}
+    return codes[told]
 
 
 def _print(table: tuple[object, ...], summary: dict[str, object]) -> None:

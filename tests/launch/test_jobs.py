@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.jobs import LIST, READ, STALE_S, run_state
+from launch.jobs import LIST, READ, STALE_S, run_state, runs_of
 from launch.plan import SCHEMA
 
 NOW = 1_796_000_000.0
 PLAN: dict[str, Any] = {
     "schema": SCHEMA,
     "run_id": "tiny-20261130-014212-a3f1",
+    "recipe": "tiny",
     "attempt": 1,
     "nodes": [{"name": "node01"}, {"name": "node02"}],
     "created_at": "2026-01-01T00:00:00Z",
@@ -72,9 +74,10 @@ def make_run(top: Path, name: str, **plan: Any) -> Path:
     return folder
 
 
-def test_list_tells_runs_newest_first_whatever_their_recipes_are_called(tmp_path: Path) -> None:
-    for name in ("zebra-20260101-000000-aaaa", "ant-20260301-000000-bbbb", "tiny-20260201-000000-cccc"):
-        make_run(tmp_path, name)
+def test_list_tells_the_last_started_first_so_that_a_resumed_run_is_seen(tmp_path: Path) -> None:
+    names = ("zebra-20260101-000000-aaaa", "tiny-20260201-000000-cccc", "ant-20260301-000000-bbbb")
+    for when, name in enumerate(names):
+        os.utime(make_run(tmp_path, name) / "plan.json", (when, when))
     request = {"runs": str(tmp_path), "only": None, "limit": 2, "schema": SCHEMA}
     found = program(LIST)(request)
     assert [Path(run["folder"]).name for run in found["runs"]] == ["ant-20260301-000000-bbbb", "tiny-20260201-000000-cccc"]
@@ -112,3 +115,43 @@ def test_read_goes_on_where_it_was_and_cuts_no_letter_in_two(tmp_path: Path) -> 
     log.write_bytes(b"anew\n")
     assert read({"path": str(log), "offset": offset})["text"] == "anew\n"
     assert read({"path": str(tmp_path / "none"), "offset": 7}) == {"error": "No such file or directory", "text": "", "offset": 7}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"nodes": None},
+        {"nodes": "text"},
+        {"nodes": ["a", "b"]},
+        {"created_at": None},
+        {"attempt": "x"},
+        {"recipe": None, "run_id": None},
+    ],
+)
+def test_one_odd_run_folder_does_not_hide_the_others(tmp_path: Path, damage: dict[str, Any]) -> None:
+    make_run(tmp_path, "odd-20260301-000000-aaaa", **damage)
+    make_run(tmp_path, "tiny-20260101-000000-bbbb")
+    answer = program(LIST)({"runs": str(tmp_path), "only": None, "limit": 9, "schema": SCHEMA})
+    runs = {run.run_dir.rpartition("/")[2]: run for run in runs_of(answer)}
+    assert set(runs) == {"odd-20260301-000000-aaaa", "tiny-20260101-000000-bbbb"}
+    assert runs["tiny-20260101-000000-bbbb"].state == "lost"
+
+
+@pytest.mark.parametrize("agent", [{"end": "x"}, {"heartbeat": None}, {"events": 7, "end": {}}])
+def test_an_odd_agent_file_does_not_hide_the_other_runs(tmp_path: Path, agent: dict[str, Any]) -> None:
+    folder = make_run(tmp_path, "odd-20260301-000000-aaaa", attempt=1)
+    (folder / "agents" / "node01.json").write_text(json.dumps({"attempt": 1, **agent}))
+    make_run(tmp_path, "tiny-20260101-000000-bbbb")
+    answer = program(LIST)({"runs": str(tmp_path), "only": None, "limit": 9, "schema": SCHEMA})
+    assert len(runs_of(answer)) == 2
+
+
+def test_the_supervisors_diagnosis_of_this_attempt_wins(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "tiny-20260101-000000-bbbb", attempt=2)
+    end = {"outcome": "failed", "cause": {}, "time": 1.0}
+    for node in ("node01", "node02"):
+        (folder / "agents" / f"{node}.json").write_text(json.dumps({"attempt": 2, "end": end, "events": [], "heartbeat": 1.0}))
+    for attempt, expected in ((1, "the attempt ended and no agent told why"), (2, "node02 was lost")):
+        (folder / "diagnosis.json").write_text(json.dumps({"attempt": attempt, "summary": "node02 was lost"}))
+        answer = program(LIST)({"runs": str(tmp_path), "only": None, "limit": 9, "schema": SCHEMA})
+        assert [(run.state, run.cause) for run in runs_of(answer)] == [("failed", expected)]

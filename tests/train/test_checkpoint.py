@@ -45,8 +45,10 @@ def test_the_newest_complete_one_is_continued_and_old_ones_go(tmp_path: Path, re
     assert json.loads((start.folder / "complete").read_text())["files"] == {"state/model.pt": 700, "state/optimizer.pt": 700}
 
 
-@pytest.mark.parametrize("damage", ["no manifest", "torn manifest", "file missing", "file cut", "partial", "moved"])
-def test_a_half_checkpoint_is_skipped_and_removed(tmp_path: Path, recipe: Recipe, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["no manifest", "torn manifest", "file missing", "file cut", "partial", "moved", "unreadable"])
+def test_only_a_half_checkpoint_is_removed_and_a_damaged_one_is_skipped_and_told(
+    tmp_path: Path, recipe: Recipe, damage: str
+) -> None:
     save(tmp_path, 20, recipe)
     save(tmp_path, 40, recipe)
     newest = tmp_path / "step_00000040"
@@ -62,14 +64,39 @@ def test_a_half_checkpoint_is_skipped_and_removed(tmp_path: Path, recipe: Recipe
         newest.rename(tmp_path / "step_00000040.partial")
     elif damage == "moved":
         newest.rename(tmp_path / "step_00000060")
+    elif damage == "unreadable":
+        (newest / "complete").unlink()
+        (newest / "complete").mkdir()
     (tmp_path / "step_by_step.txt").write_text("the user's own")
     start = checkpoint.find_start(tmp_path, recipe, 2, "d1")
     assert start
     assert start.step == 20
-    assert len(checkpoint.remove_half_ones(tmp_path)) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000020", "step_by_step.txt"]
+    half, damaged = (1, []) if damage == "partial" else (0, ["step_00000060" if damage == "moved" else "step_00000040"])
+    assert len(checkpoint.remove_half_ones(tmp_path)) == half
+    assert list(checkpoint.all_damaged(tmp_path)) == damaged
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000020", *damaged, "step_by_step.txt"]
     save(tmp_path, 40, recipe)
     assert [saved.step for saved in checkpoint.all_complete(tmp_path)] == [20, 40]
+
+
+def test_without_a_whole_checkpoint_the_damaged_ones_are_named_and_kept(tmp_path: Path, recipe: Recipe) -> None:
+    save(tmp_path, 40, recipe)
+    (tmp_path / "step_00000040" / "state" / "model.pt").write_bytes(b"cut")
+    with pytest.raises(Stop, match=r"step_00000040: state/model.pt has 3 bytes, 280 were written"):
+        checkpoint.find_start(tmp_path, recipe, 2, "d1")
+    assert checkpoint.remove_half_ones(tmp_path) == []
+    assert (tmp_path / "step_00000040" / "complete").exists()
+
+
+def test_an_edited_helper_script_is_no_damage(tmp_path: Path, recipe: Recipe) -> None:
+    def write_state(partial: Path) -> None:
+        (partial / checkpoint.STATE / "model.pt").write_bytes(b"weights")
+        (partial / checkpoint.STATE / "zero_to_fp32.py").write_text("print()")
+
+    full = {"world_size": 2, "data_sha256": "d1", "recipe": recipe.model_dump(mode="json")}
+    checkpoint.save(tmp_path, 7, write_state, lambda: None, 0, full, 2)
+    (tmp_path / "step_00000007" / "state" / "zero_to_fp32.py").write_text("print('edited')")
+    assert [saved.step for saved in checkpoint.all_complete(tmp_path)] == [7]
 
 
 KILLED_AT_EVERY_MOMENT = """
