@@ -45,6 +45,9 @@ TCP_USER_TIMEOUT_MS = 6000
 MAX_COMMAND_BYTES = 120_000
 """Linux takes 128 KiB for one argument (MAX_ARG_STRLEN), and sshd hands the whole command to the shell as one."""
 
+FITS_WINDOW_BYTES = 32_768
+"""Far below the window that OpenSSH and paramiko grant a new channel (2 MiB)."""
+
 MARKER = "R4090C-ANSWER "
 _BOOTSTRAP = (
     "import sys,json,zlib,base64,signal;signal.alarm(int(sys.argv[1]));g={'__name__':'r4090c_node'};"
@@ -570,9 +573,14 @@ class Shell:
                 channel.shutdown_write()
 
         # Each way has a thread of its own: a program that answers while it is still being fed would block for ever else.
-        threads = [threading.Thread(target=work, daemon=True) for work in (drain, feed)]
+        # What surely fits into the channel's first window needs none.
+        threads = [threading.Thread(target=drain, daemon=True)]
         try:
             channel.settimeout(timeout_s)
+            if len(stdin) <= FITS_WINDOW_BYTES:
+                feed()
+            else:
+                threads.append(threading.Thread(target=feed, daemon=True))
             for thread in threads:
                 thread.start()
             output = b"".join(_received(channel.recv, deadline, channel))
