@@ -43,6 +43,8 @@ class Wish:
     resume: str | None = None
     """None = a new run; "" = the recipe's last run; else a run id."""
     gate: bool = True
+    label: str = ""
+    """What the run is called in ids and in `jobs`, when that is not the recipe's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,11 @@ def prepare(fleet: Fleet, cluster: Cluster, wish: Wish) -> Prepared:
         nodes, nproc = _resumed_place(cluster, previous, wish)
     else:
         recipe = load_recipe(wish.target, wish.sets)
-    run = RunPaths(runs_folder / (previous.id if previous else new_run_id(recipe["name"])))
+    run = RunPaths(runs_folder / (previous.id if previous else new_run_id(wish.label or recipe["name"])))
     recipe["resume"] = previous is not None
     shared = SharedPaths(PurePosixPath(nodes[0].paths.shared))
     args = ("--recipe", str(run.recipe), "--run-dir", str(run.root), "--data-dir", str(shared.data), *wish.args)
-    job = Job(recipe["name"], f"train/{recipe['script']}", args, nproc, recipe["steps"], wish.env)
+    job = Job(wish.label or recipe["name"], f"train/{recipe['script']}", args, nproc, recipe["steps"], wish.env)
     return Prepared(job, run, previous.attempt + 1 if previous else 1, recipe, our_files(), nodes)
 
 
@@ -117,7 +119,12 @@ def _resumed_recipe(previous: Run, name: str, wish: Wish) -> dict[str, Any]:
         raise UsageError(
             f"run {previous.id}", f"is of {previous.recipe}, not of recipe {name}", f"a run of {name}", "r4090c jobs"
         )
-    return load_recipe(wish.target, wish.sets, base=dict(previous.resolved))
+    recipe = load_recipe(wish.target, wish.sets, base=dict(previous.resolved))
+    if previous.state == "done" and previous.step is not None and previous.step >= recipe["steps"]:
+        observed = f"is done: step {previous.step} of {recipe['steps']}"
+        more = f"r4090c launch {name} --resume {previous.id} --set steps={2 * recipe['steps']}"
+        raise UsageError(f"run {previous.id}", observed, "a run with steps left", more)
+    return recipe
 
 
 def _resumed_place(cluster: Cluster, previous: Run, wish: Wish) -> tuple[tuple[Node, ...], int]:
@@ -154,7 +161,12 @@ def gate(findings: Sequence[Finding]) -> None:
         return
     wanted = Status.FAIL if code == Exit.FAILED else Status.UNKNOWN
     bad = [finding for finding in findings if finding.status is wanted]
-    lines = [f"{one.subject}: {one.check}: {one.observed} (expected {one.expected})\n    mend: {one.remedy}" for one in bad[:5]]
+    if wanted is Status.UNKNOWN:  # of a node that was not reached nothing else is known either: the first tells it
+        bad = list({one.subject: one for one in reversed(bad)}.values())[::-1]
+    lines = []
+    for one in bad[:5]:
+        expected = f" (expected {one.expected})" if one.expected else ""
+        lines.append(f"{one.subject}: {one.check}: {one.observed}{expected}\n    mend: {one.remedy}")
     more = f"\n  and {len(bad) - 5} more" if len(bad) > 5 else ""
     kind = CheckFailed if code == Exit.FAILED else CouldNotTell
     raise kind(

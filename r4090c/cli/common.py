@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -57,9 +59,21 @@ def styled(text: str, **style: Any) -> str:
     return text if os.environ.get("NO_COLOR") else click.style(text, **style)
 
 
+TAKE_CLUSTER = ("facts", "jobs", "launch", "logs", "nightly", "nodes", "preflight", "provision", "stop")
+_given: list[str] = []
+"""The `--cluster FILE` of this process, once it was asked for."""
+
+
+def pasteable(text: str) -> str:
+    """Return `text` with this process's `--cluster FILE` in the r4090c commands it proposes: they are about this cluster."""
+    if not _given:
+        return text
+    return re.sub(rf"\br4090c (?=(?:{'|'.join(TAKE_CLUSTER)})\b)", f"r4090c --cluster {shlex.quote(_given[0])} ", text)
+
+
 def tell_error(error: R4090cError) -> None:
     """Print an error on stderr the way all commands do."""
-    click.echo(f"{styled('error:', fg='red', bold=True)} {error}", err=True)
+    click.echo(f"{styled('error:', fg='red', bold=True)} {pasteable(str(error))}", err=True)
 
 
 def remember(record: Callable[..., None], *what: Any) -> None:
@@ -75,13 +89,15 @@ def find_cluster_file(cluster_file: str | None) -> str:
 
     Raises UsageError when there is none.
     """
+    _given.clear()
     context = click.get_current_context(silent=True)
     from_group = context.find_root().obj if context else None
     explicit = (
         context is not None and context.find_root().get_parameter_source("cluster_file") == click.core.ParameterSource.COMMANDLINE
     )
     if cluster_file or (explicit and from_group):
-        return str(cluster_file or from_group)
+        _given[:] = [str(cluster_file or from_group)]
+        return _given[0]
     if Path("cluster.yaml").exists():
         return "cluster.yaml"
     from_environment = os.environ.get("R4090C_CLUSTER")

@@ -20,6 +20,7 @@ from r4090c.cli.common import (
     load,
     nodes_option,
     out,
+    pasteable,
     print_json,
     remember,
     tell_error,
@@ -123,7 +124,7 @@ def command(
                 print_json({"run_id": plan.run_id, "run_dir": plan.run_dir, "nodes": supervisor.names, "state": "running"})
             else:
                 click.echo(plan.run_id)
-            console.print(f"detached; follow with: r4090c logs {plan.run_id} -f", soft_wrap=True)
+            console.print(pasteable(f"detached; follow with: r4090c logs {plan.run_id} -f"), soft_wrap=True)
             return Exit.OK
         result, ended = follow_attempt(lambda: start(fleet, cluster, wish, say, announce), began, as_json)
         if as_json:
@@ -158,7 +159,8 @@ def follow_attempt(
         told = "; nothing is left running" if not stopped.left else f"; still running: {dict(stopped.left)}"
         if stopped.unreachable:
             told = f"; {', '.join(stopped.unreachable)} did not answer: its agent ends by itself when it loses the others"
-        resume = f"\n  resume: r4090c launch {plan.recipe} --resume {plan.run_id}" if plan.steps and resumable else ""
+        again = pasteable(f"r4090c launch {plan.recipe} --resume {plan.run_id}")
+        resume = f"\n  resume (from its last checkpoint, once it has saved one): {again}" if plan.steps and resumable else ""
         console.print(f"stopped{told}{resume}", soft_wrap=True, markup=False)
         return {"run_id": plan.run_id, "run_dir": plan.run_dir, "outcome": "stopped"}, Exit.INTERRUPTED
     except BaseException:

@@ -71,7 +71,7 @@ def run(
     from r4090c.store import record_night
 
     cluster = load(cluster_file)
-    load_recipe(recipe, sets)
+    label = f"nightly-{load_recipe(recipe, sets)['name']}"
     turns = schedule(cluster.nodes, _sizes(sizes, len(cluster.nodes)), repeats)
     if dry_run:
         plan = [{"repeat": turn.repeat, "nodes": [node.name for node in turn.nodes]} for turn in turns]
@@ -95,7 +95,7 @@ def run(
         failed: list[str] = []
         interrupted = False
         try:
-            measure(fleet, cluster, Wish(recipe, sets, nproc=nproc), turns, say, samples, failed)
+            measure(fleet, cluster, Wish(recipe, sets, nproc=nproc, label=label), turns, say, samples, failed)
         except KeyboardInterrupt:  # what was measured is kept
             interrupted = True
     table = scaling(samples)

@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from r4090c.cli.common import choose_nodes, cluster_option, err, json_option, load, nodes_option, print_json, remember, tell_error
+from r4090c.cli.common import (
+    choose_nodes,
+    cluster_option,
+    err,
+    json_option,
+    load,
+    nodes_option,
+    pasteable,
+    print_json,
+    remember,
+    tell_error,
+)
 from r4090c.errors import UsageError
 
 if TYPE_CHECKING:
@@ -93,7 +104,10 @@ def command(
         width = shutil.get_terminal_size().columns if terminal else None
         for line in screen(cluster.name, list(raw.reach), duration_s, findings, width=width, verbose=verbose):
             styled = click.style(
-                line.text, fg=line.colour or None, bold=line.strength == "bold" or None, dim=line.strength == "dim" or None
+                pasteable(line.text),
+                fg=line.colour or None,
+                bold=line.strength == "bold" or None,
+                dim=line.strength == "dim" or None,
             )
             click.echo(styled, color=terminal and not os.environ.get("NO_COLOR"))
     code = exit_code(findings)

@@ -83,5 +83,7 @@ def test_a_night_measures_stores_and_prints(lab4: Lab, tmp_path: Path) -> None:
     assert sorted((json.loads(nodes), rate) for nodes, rate in stored) == sorted(
         (sample["nodes"], sample["tokens_per_s"]) for sample in night["samples"]
     )
+    jobs = cli.run_json("jobs", "--cluster", str(lab4.cluster_file), state=tmp_path)
+    assert sum(job["recipe"] == "nightly-tiny" for job in jobs) == 3, "a later `launch tiny --resume` must not take them"
     code, listed, _ = cli.run("nightly", "history", "--cluster", str(lab4.cluster_file), state=tmp_path)
     assert code == 0 and night["id"] in listed and "E(2)" in listed

@@ -107,8 +107,17 @@ def test_a_killed_run_is_named_listed_and_resumed_exactly(lab4: Lab, state: Path
     assert re.search(r"step 4\b", first_of_second_attempt) and not re.search(r"step 3/", first_of_second_attempt)
 
 
+def test_a_run_that_is_done_is_not_resumed_and_the_hint_is_about_this_cluster(
+    lab4: Lab, state: Path, two_nodes: dict[str, Any]
+) -> None:
+    words = ("launch", "tiny", "--resume", two_nodes["run_id"], "--cluster", str(lab4.cluster_file))
+    code, _, errors = cli.run(*words, state=state)
+    assert code == 2 and f"is done: step {STEPS} of {STEPS}" in errors
+    assert f"r4090c --cluster {lab4.cluster_file} launch tiny --resume" in errors
+
+
 def test_another_world_size_cannot_resume(lab4: Lab, state: Path, two_nodes: dict[str, Any]) -> None:
-    words = ("launch", "tiny", "--resume", two_nodes["run_id"], "--nodes", "1", "--nproc-per-node", "1")
+    words = ("launch", "tiny", "--resume", two_nodes["run_id"], "--nodes", "1", "--nproc-per-node", "1", "--set", "steps=99")
     code, _, errors = cli.run(*words, "--cluster", str(lab4.cluster_file), state=state)
     assert code == 2 and "world size" in errors and "2" in errors
 
@@ -129,3 +138,5 @@ def test_a_detached_run_is_seen_stopped_and_leaves_nothing(lab4: Lab, state: Pat
     assert again[0] == 0 and "had ended" in again[1]
     seen = {job["id"]: job["state"] for job in cli.run_json("jobs", *cluster, state=state)}
     assert seen[told["run_id"]] == "stopped"
+    code, _, errors = cli.run("launch", "tiny", "--resume", told["run_id"], *cluster, state=state)
+    assert code == 2 and "has no complete checkpoint" in errors
