@@ -3,6 +3,7 @@
 # make setup   prepare .venv only
 # make lint    ruff, mypy, import-linter
 # make bench   the benchmarks (needs root; minutes)
+# make vmtest  the tests before two virtual machines with RDMA and NFS (needs root for the first image; minutes)
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,18 +14,21 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 
-.PHONY: demo test test-fast setup lint bench clean
+.PHONY: demo test test-fast vmtest setup lint bench clean
 
 demo: setup
 	@.ci/system-packages sshd:openssh-server ssh:openssh-client
 	@$(BIN)/r4090c demo
 
 test: setup
-	@.ci/system-packages sshd:openssh-server ssh:openssh-client ip:iproute2 git:git
+	@.ci/system-packages sshd:openssh-server ssh:openssh-client ip:iproute2 git:git iperf3:iperf3 ping:iputils-ping nft:nftables
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-fast: setup
 	@$(BIN)/python -m pytest -m "not slow and not train and not lab" $(ARGS)
+
+vmtest: setup
+	@.ci/vmtest $(BIN)/python $(ARGS)
 
 setup: $(STAMP)
 
@@ -39,9 +43,10 @@ lint: setup
 	@$(BIN)/lint-imports
 
 bench: setup
-	@.ci/system-packages sshd:openssh-server ssh:openssh-client ip:iproute2
+	@.ci/system-packages sshd:openssh-server ssh:openssh-client ip:iproute2 iperf3:iperf3
 	@$(BIN)/python -m bench.startup
 	@$(BIN)/python -m bench.fanout
+	@$(BIN)/python -m bench.preflight
 	@$(BIN)/python -m bench.launch
 
 clean:

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.affinity import cpu_sets, rank_numa
-from launch.env import HIDDEN, Var, is_secret, node_environment, visible_devices
+from launch.env import HIDDEN, is_secret, node_environment, visible_devices
+from netcheck.rank_env import Var
 from r4090c.errors import UsageError
-from r4090c.model import Cluster, Node, NodeFacts
+from r4090c.model import Cluster, Node, NodeFacts, P2pProof
 from r4090c.paths import RunPaths
 
 SCHEMA = "r4090c.plan/1"
@@ -138,14 +139,17 @@ def make_plan(
     code: Code,
     ports: Ports,
     created_at: str,
+    p2p: Mapping[str, P2pProof] | None = None,
 ) -> Plan:
     """Return the plan for running `job` on `nodes` (the first is the lead).
 
-    Global ranks follow the order of the nodes. Raises UsageError when the wish cannot be met.
+    Global ranks follow the order of the nodes. `p2p`: node -> what a two-arm test of it as it stands showed.
+    Raises UsageError when the wish cannot be met.
     """
     peers = {node.name: node.data_address for node in nodes}
     lead = nodes[0]
-    envs = [node_environment(cluster, node, facts[node.name], peers, job.env or {}) for node in nodes]
+    proofs = p2p or {}
+    envs = [node_environment(cluster, node, facts[node.name], peers, job.env or {}, proofs.get(node.name)) for node in nodes]
     counts = [ranks_on(node, job, visible_devices(env)) for node, env in zip(nodes, envs, strict=True)]
     if len(set(counts)) > 1:
         told = ", ".join(f"{node.name}: {count}" for node, count in zip(nodes, counts, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import threading
 import time
@@ -17,11 +18,14 @@ from launch.recipe import is_script, load_recipe
 from launch.supervise import Supervisor
 from launch.sync import digest_of, our_files, sync, user_files
 from netcheck.judge import exit_code
+from netcheck.measure.job import Level
+from netcheck.p2p import fingerprint
 from netcheck.preflight import run_preflight
 from r4090c.errors import CheckFailed, CouldNotTell, Exit, UsageError
-from r4090c.model import Cluster, Finding, Node, NodeFacts, Status
+from r4090c.model import Cluster, Finding, Node, NodeFacts, P2pProof, Status
 from r4090c.paths import RunPaths, SharedPaths, new_run_id
 from r4090c.remote import Fleet
+from r4090c.store import p2p_proofs
 
 MASTER_PORT_DRY, GANG_PORT_DRY = 29500, 29501
 """What a dry run shows; a real one takes ports that are free on the lead."""
@@ -180,7 +184,7 @@ def gate(findings: Sequence[Finding]) -> None:
 def dry_plan(fleet: Fleet, cluster: Cluster, wish: Wish) -> Plan:
     """Return the plan a launch would use, without changing anything on the nodes."""
     prepared = prepare(fleet, cluster, wish)
-    _, facts, findings = run_preflight(fleet, cluster, prepared.nodes, measure=False)
+    _, facts, findings = run_preflight(fleet, cluster, prepared.nodes, level=Level.QUICK)
     if wish.gate:
         gate(findings)
     digest = digest_of(prepared.files)
@@ -200,7 +204,24 @@ def _plan(cluster: Cluster, prepared: Prepared, facts: Mapping[str, NodeFacts], 
         code=code,
         ports=ports,
         created_at=created,
+        p2p=known_proofs(cluster, prepared.nodes, facts),
     )
+
+
+def known_proofs(cluster: Cluster, nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> dict[str, P2pProof]:
+    """Return node -> what the last two-arm test of P2P showed, of the nodes that are still what they were then."""
+    if not any(node.gpus for node in nodes):
+        return {}
+    try:
+        kept = p2p_proofs(cluster.name)
+    except UsageError as error:  # no history is no reason not to train: P2P stays off
+        logging.getLogger(__name__).warning("what is known of P2P cannot be read: %s", error)
+        return {}
+    return {
+        node.name: kept[node.name]
+        for node in nodes
+        if node.name in kept and kept[node.name].fingerprint == fingerprint(facts[node.name])
+    }
 
 
 def start(
@@ -224,7 +245,7 @@ def start(
     say(f"checking {len(names)} nodes, syncing the code")
     thread = threading.Thread(target=bring_code, daemon=True)
     thread.start()
-    _, facts, findings = run_preflight(fleet, cluster, prepared.nodes, measure=False)
+    _, facts, findings = run_preflight(fleet, cluster, prepared.nodes, level=Level.QUICK)
     if wish.gate:
         gate(findings)
     thread.join()

@@ -8,11 +8,9 @@ Reading treats the file as hostile: sizes are bounded, only plain members with e
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import io
 import json
-import os
 import re
 import tarfile
 import zlib
@@ -24,6 +22,7 @@ from urllib.parse import quote, unquote
 
 from netcheck.raw import Raw, Reach
 from r4090c.errors import UsageError
+from r4090c.files import write_whole
 from r4090c.model import Cluster, Node
 
 SCHEMA = "r4090c.bundle/1"
@@ -34,14 +33,30 @@ MAX_BUNDLE_BYTES = 256 << 20
 MAX_MEMBERS = 10_000
 """est."""
 SECRET_NAME = r"[A-Za-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|passphrase|credential|auth)[A-Za-z0-9_.-]*"
-_SECRET = re.compile(rf"(?i)\b({SECRET_NAME}[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|\S+)")
+_SECRET = re.compile(
+    rf"(?i)\b(?!(?:ethernet|rdma)_read_keys:)({SECRET_NAME}[\"']?\s*[=:]\s*)"
+    r"((?:Bearer|Basic)\s+\S+|\"[^\"]*\"|'[^']*'|\S+)"
+)
+"""`ethernet_read_keys: Couldn't read remote address` and the like are perftest's words about its own functions."""
+_TOKEN = re.compile(
+    r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[a-z]-|AKIA)[A-Za-z0-9_-]{12,}|\bBearer\s+[A-Za-z0-9._~+/=-]{12,}"
+    r"|\beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)",
+    re.DOTALL,
+)
+"""A secret by its shape: tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack and AWS; JWT (RFC 7519); PEM (RFC 7468)."""
+_ENV_OF_JSON = re.compile(r"[\"']env[\"']\s*:\s*(?:\{|\Z)")
+"""nccl-tests -J prints its whole environment below "env"."""
+_KNOBS = re.compile(r"(?:NCCL|GLOO|UCX|OMP|OMPI|KMP|CUDA|TORCH|PYTORCH|TRITON|MLX5|RDMAV)_\w+")
+"""Variables of libraries: their values (an interface, a card) stand in every log, and the readers need them there."""
+JSON_TRIES_MAX = 64
+"""est.: places of one text where a JSON document may begin; bounds the work on hostile ones."""
 _MEMBER = re.compile(r"(bundle|cluster|reach)\.json|(answers|measurements)/[A-Za-z0-9_.~%-]{1,300}\.json")
 _URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@]*:)[^\s/@]+@")
 
 
 def save_bundle(path: Path, cluster: Cluster, raw: Raw) -> None:
     """Write `cluster` and `raw` to `path` without secrets, whole or not at all. Raises UsageError when it cannot be written."""
-    clean = _cleaner(cluster)
+    clean = cleaner(cluster)
     members: dict[str, Any] = {
         "bundle.json": {"schema": SCHEMA, "started_at": raw.started_at},
         "cluster.json": asdict(strip_cluster(cluster)),
@@ -58,15 +73,7 @@ def save_bundle(path: Path, cluster: Cluster, raw: Raw) -> None:
             info.size = len(data)
             info.mode = 0o600
             tar.addfile(info, io.BytesIO(data))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(packed.getvalue())
-        temporary.replace(path)
-    except (OSError, ValueError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        observed = f"cannot be written: {getattr(error, 'strerror', None) or error}"
-        raise UsageError(str(path), observed, "a writable file name", f"ls -ld {path.parent}") from error
+    write_whole(path, packed.getvalue())
 
 
 def strip_cluster(cluster: Cluster) -> Cluster:
@@ -79,12 +86,13 @@ def strip_cluster(cluster: Cluster) -> Cluster:
     return replace(cluster, nodes=tuple(map(strip, cluster.nodes)), env=dict.fromkeys(cluster.env, NOT_STORED), file="")
 
 
-def _cleaner(cluster: Cluster) -> Callable[[Any, bool], Any]:
+def cleaner(cluster: Cluster) -> Callable[[Any, bool], Any]:
     """Return a function that replaces secrets in a JSON value.
 
     Everywhere: paths of keys and ssh files (also in their ~ form), and environment values whose name tells that they are secret.
-    In free text (what shells, tools and people wrote): any environment value of at least 6 characters, any `…token=…`, and
-    passwords in URLs.
+    In free text (what shells, tools and people wrote): any environment value of at least 6 characters but those of libraries'
+    own variables, any `…token=…`, what has the shape of a token, and passwords in URLs. A JSON document in a text stays one, so
+    that it is read as before; an environment in it is dropped.
     """
     home = str(Path.home())
     private: set[str] = set()
@@ -96,18 +104,37 @@ def _cleaner(cluster: Cluster) -> Callable[[Any, bool], Any]:
         for name, value in env.items():
             if len(value) < 6:
                 continue  # "1", "WARN", "false": no secret, and part of too many other texts
-            values.add(value)
             if re.fullmatch(SECRET_NAME, name, re.IGNORECASE):
                 private.add(value)
+            elif not _KNOBS.fullmatch(name):
+                values.add(value)
+    for node in cluster.nodes:  # the readers of measurements need these
+        values -= {node.name, node.data_address, node.ssh.address, node.paths.shared, node.paths.runs, node.paths.python}
     everywhere = _any_of(text for text in private if len(text) >= 3)
     in_free_text = _any_of((*(text for text in private if len(text) >= 3), *values))
 
     def clean_text(text: str, free_text: bool) -> str:
-        text = (in_free_text if free_text else everywhere).sub(NOT_STORED, text)
-        if free_text:
-            text = _SECRET.sub(rf"\1{NOT_STORED}", text)
-            text = _URL_PASSWORD.sub(rf"\1{NOT_STORED}@", text)
-        return text
+        return _by_documents(text, in_document, clean_words) if free_text else everywhere.sub(NOT_STORED, text)
+
+    def clean_words(text: str) -> str:
+        text = in_free_text.sub(NOT_STORED, text)
+        text = _SECRET.sub(rf"\1{NOT_STORED}", text)
+        text = _TOKEN.sub(NOT_STORED, text)
+        text = _URL_PASSWORD.sub(rf"\1{NOT_STORED}@", text)
+        environment = _ENV_OF_JSON.search(text)  # of a document that was cut: nobody knows where it ends
+        return text if environment is None or environment.end() == len(text) else text[: environment.end()] + NOT_STORED
+
+    def in_document(value: Any) -> Any:
+        if isinstance(value, str):
+            return clean_words(value)
+        if isinstance(value, dict):
+            return {
+                everywhere.sub(NOT_STORED, key): NOT_STORED
+                if isinstance(item, str) and re.fullmatch(SECRET_NAME, key, re.IGNORECASE)
+                else ({} if key == "env" and isinstance(item, dict) else in_document(item))
+                for key, item in value.items()
+            }
+        return [in_document(item) for item in value] if isinstance(value, list) else value
 
     def clean(value: Any, free_text: bool) -> Any:
         if isinstance(value, str):
@@ -119,6 +146,27 @@ def _cleaner(cluster: Cluster) -> Callable[[Any, bool], Any]:
         return value
 
     return clean
+
+
+def _by_documents(text: str, in_document: Callable[[Any], Any], in_words: Callable[[str], str]) -> str:
+    """Return `text` with the JSON objects in it changed by `in_document` and written anew, and the rest by `in_words`."""
+    decoder = json.JSONDecoder()
+    pieces: list[str] = []
+    told = 0
+    start = text.find("{")
+    for _ in range(JSON_TRIES_MAX):
+        if start < 0:
+            break
+        try:
+            document, end = decoder.raw_decode(text, start)
+            if _ENV_OF_JSON.search(text, max(told, start - 40), start):  # of a document that was cut further out
+                document = {}
+            pieces += [in_words(text[told:start]), json.dumps(in_document(document), ensure_ascii=False, separators=(",", ":"))]
+            told = end
+        except (ValueError, RecursionError):
+            end = start + 1
+        start = text.find("{", end)
+    return "".join([*pieces, in_words(text[told:])])
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -93,6 +93,29 @@ def data_iface(net: NetFact, node: Node, peers: Mapping[str, str], *, loopback: 
     return None, refused or "no interface towards the peers is known"
 
 
+def chosen_iface(net: NetFact, node: Node, cluster: Cluster) -> Iface | None:
+    """Return the interface that the training traffic of `node` takes, None = none is fit."""
+    name, _ = data_iface(net, node, peers_of(node, cluster))
+    return next((iface for iface in net.ifaces if iface.name == name), None)
+
+
+def cards_of(iface: Iface, net: NetFact) -> tuple[Iface, ...]:
+    """Return the cards below an interface: itself, or what its bond, bridge or VLAN is made of; none below a virtual one."""
+    by_name = {one.name: one for one in net.ifaces}
+    found: dict[str, Iface] = {}
+    waiting, seen = [iface], set()
+    while waiting:
+        one = waiting.pop(0)
+        if one.name in seen:
+            continue
+        seen.add(one.name)
+        if not one.virtual:
+            found[one.name] = one
+        else:
+            waiting += [by_name[name] for name in one.lower if name in by_name]
+    return tuple(found.values())
+
+
 LINK_LAYERS = {"roce": "ethernet", "infiniband": "infiniband"}
 """network.kind -> link_layer of sysfs, in small letters."""
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from netcheck.checks import REGISTRY, Check
 from netcheck.checks._reach import not_reached, verdict_of
-from netcheck.checks._wording import as_root, driver_package
+from netcheck.checks._wording import PACKAGES, as_root, driver_package
+from netcheck.measure.job import Level
 from r4090c.errors import Exit, ParseError
 from r4090c.model import Cluster, Fact, Finding, Node, NodeFacts, Status
 
@@ -25,7 +26,7 @@ def judge(cluster: Cluster, raw: Raw, facts: Mapping[str, NodeFacts], checks: It
     findings: list[Finding] = []
     for check in checks:
         if check.scope == "measurement":
-            findings += _measured(check, cluster, nodes, raw)
+            findings += _measured(check, cluster, nodes, raw, facts)
         else:
             findings += _judged(check, cluster, nodes, raw, facts)
     return findings
@@ -71,35 +72,50 @@ def _judged(check: Check, cluster: Cluster, nodes: Sequence[Node], raw: Raw, fac
             yield from check.judge(node, *ready[node.name], cluster)
 
 
-def _measured(check: Check, cluster: Cluster, nodes: Sequence[Node], raw: Raw) -> Iterator[Finding]:
-    (name,) = check.needs
-    if name not in raw.measurements:
-        yield Finding(check.id, cluster.name, Status.SKIP, "not measured", "", "", f"r4090c preflight --only {check.group}")
+def _measured(
+    check: Check, cluster: Cluster, nodes: Sequence[Node], raw: Raw, facts: Mapping[str, NodeFacts]
+) -> Iterator[Finding]:
+    concerned = [node for node in nodes if check.applies(node, cluster)]
+    again = f"r4090c preflight{' --full' if check.level is Level.FULL else ''} --only {check.id}"
+    if not concerned:
         return
-    alive = [node for node in nodes if verdict_of(raw.reach[node.name]) == "ok"]
-    for node in nodes:
+    there = {name: raw.measurements[name] for name in check.needs if name in raw.measurements}
+    if not there:
+        yield Finding(check.id, cluster.name, Status.SKIP, "not measured", "", "", again)
+        return
+    alive = [node for node in concerned if verdict_of(raw.reach[node.name]) == "ok"]
+    for node in concerned:
         if node not in alive:
             yield not_reached(check.id, node, raw.reach[node.name])
     if not alive:
         return
-    again = f"r4090c preflight --only {check.group}"
+    values = [{node.name: _value(need, node, raw, facts) for node in alive} for need in check.optional]
     try:
-        found = list(check.judge(raw.measurements[name], cluster))
+        found = list(check.judge(there if len(check.needs) > 1 else there[check.needs[0]], *values, cluster))
     except ParseError as error:  # an old or damaged bundle
         yield Finding(check.id, cluster.name, Status.UNKNOWN, f"not understood: {error}", "", "", again)
         return
     # What was measured may hold more nodes than are judged (--nodes with --from), or fewer.
-    told = {finding.subject.split("/")[0] for finding in found}
     names = {node.name for node in alive}
-    yield from (finding for finding in found if finding.subject.split("/")[0] in names)
+    told = {subject for finding in found for subject in nodes_of(finding)}
+    yield from (finding for finding in found if nodes_of(finding) <= names or finding.subject == cluster.name)
+    if any(finding.subject == cluster.name for finding in found):
+        return  # it speaks of all
     for node in alive:
         if node.name not in told:
             yield Finding(check.id, node.name, Status.UNKNOWN, "not measured: it took no part", "", "", again)
 
 
+def nodes_of(finding: Finding) -> set[str]:
+    """Return the nodes a finding is about: "node02", "node02/gpu3" or "node01->node02"."""
+    return {end.split("/")[0] for end in finding.subject.split("->")}
+
+
 def _value(need: str, node: Node, raw: Raw, facts: Mapping[str, NodeFacts]) -> Any:
     if need == "reach":
         return raw.reach[node.name]
+    if need == "measurements":
+        return raw.measurements
     return _fact(need, node, facts).value
 
 
@@ -119,7 +135,9 @@ def _not_read(check: Check, node: Node, raw: Raw, facts: Mapping[str, NodeFacts]
             return not_reached(check.id, node, raw.reach[node.name])
         fact = _fact(need, node, facts)
         if fact.absent is not None:
-            package = driver_package(_distribution(node, facts)) if fact.absent == "nvidia-smi" else fact.absent
+            package = PACKAGES.get(fact.absent, fact.absent)
+            if fact.absent == "nvidia-smi":
+                package = driver_package(_distribution(node, facts))
             remedy = as_root(node, f"apt-get install -y {package}")
             return Finding(
                 check.id, node.name, check.absent, f"{fact.absent} is not installed", "", "the check reads its output", remedy

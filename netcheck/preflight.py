@@ -11,9 +11,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from netcheck.checks import REGISTRY, Check
+from netcheck.conduct import carry_out
 from netcheck.gather import gather
 from netcheck.judge import judge, reached
-from netcheck.measure import nonce, ports
+from netcheck.measure import PLANNED, nonce, ports
+from netcheck.measure.job import Level, Setting
 from netcheck.raw import Raw, parse_raw
 from r4090c.errors import ParseError, UsageError
 from r4090c.model import Cluster, Finding, Node, NodeFacts
@@ -39,25 +41,40 @@ def run_preflight(
     cluster: Cluster,
     nodes: Sequence[Node],
     *,
-    measure: bool = True,
+    level: Level = Level.DEFAULT,
     checks: Sequence[Check] = REGISTRY,
     progress: Progress = lambda words: None,
 ) -> tuple[Raw, dict[str, NodeFacts], list[Finding]]:
     """Return what `nodes` of `cluster` said, the facts in it, and the findings of `checks`.
 
-    With `measure` off only facts are read: one round trip, nothing is written or opened on a node; checks over measurements
-    then say `skip`. Nothing is left on a node, also on Ctrl-C.
+    At Level.QUICK only facts are read: one round trip, nothing is written or opened on a node; checks over measurements that
+    the level leaves out say `skip`. Nothing is left on a node, also on Ctrl-C.
     """
+    raw, facts = read_nodes(fleet, cluster, nodes, progress)
+    alive = [node for node in nodes if node.name in reached(raw.reach)]
+    wanted = wanted_measurements(checks, level, alive, cluster)
+    if wanted:
+        setting = Setting(tuple(alive), facts, cluster, level, secrets.randbits(64))
+        raw = replace(raw, measurements=take_measurements(fleet, setting, wanted, progress))
+    return raw, facts, judge(cluster, raw, facts, checks)
+
+
+def read_nodes(fleet: Fleet, cluster: Cluster, nodes: Sequence[Node], progress: Progress) -> tuple[Raw, dict[str, NodeFacts]]:
+    """Return what `nodes` said when asked for their facts, and the facts in it."""
     progress(f"reading {len(nodes)} nodes")
     raw = gather(fleet, cluster, [node.name for node in nodes])
     raw = read_clocks_again(fleet, raw, cluster.expect.clock_skew_warn_s / 2)
-    wanted = {need for check in checks if check.scope == "measurement" for need in check.needs} if measure else set()
-    alive = [node for node in nodes if node.name in reached(raw.reach)]
-    if wanted and alive:
-        progress(f"measuring between {len(alive)} nodes")
-        raw = replace(raw, measurements={**raw.measurements, **take_measurements(fleet, cluster, alive, wanted)})
-    facts = parse_raw(raw, cluster)
-    return raw, facts, judge(cluster, raw, facts, checks)
+    return raw, parse_raw(raw, cluster)
+
+
+def wanted_measurements(checks: Sequence[Check], level: Level, nodes: Sequence[Node], cluster: Cluster) -> set[str]:
+    """Return the measurements that `checks` need at `level` about any of `nodes`."""
+    return {
+        need
+        for check in checks
+        if check.scope == "measurement" and check.level <= level and any(check.applies(node, cluster) for node in nodes)
+        for need in check.needs
+    }
 
 
 def read_clocks_again(fleet: Fleet, raw: Raw, bound_s: float) -> Raw:
@@ -89,8 +106,13 @@ def _clock_bound_s(answer: Mapping[str, Any]) -> float:
         return math.inf
 
 
-def take_measurements(fleet: Fleet, cluster: Cluster, nodes: Sequence[Node], wanted: Collection[str]) -> dict[str, Any]:
-    """Return name -> JSON of the measurements `wanted`; those on the network and those on storage run side by side."""
+def take_measurements(fleet: Fleet, setting: Setting, wanted: Collection[str], progress: Progress) -> dict[str, Any]:
+    """Return name -> JSON of the measurements `wanted`.
+
+    The ports and the shared folder are looked at side by side; what loads the network comes after, one at a time.
+    """
+    nodes, cluster = setting.nodes, setting.cluster
+    progress(f"measuring between {len(nodes)} nodes")
     with ThreadPoolExecutor(max_workers=1) as beside:
         try:
             of_ports = beside.submit(measure_ports, fleet, nodes) if ports.NAME in wanted else None
@@ -100,6 +122,9 @@ def take_measurements(fleet: Fleet, cluster: Cluster, nodes: Sequence[Node], wan
         except KeyboardInterrupt:
             fleet.close()  # ends the thread beside, which would otherwise be waited for
             raise
+    for name, module in PLANNED.items():
+        if name in wanted:
+            found[name] = carry_out(module, fleet, setting, progress)
     return found
 
 
@@ -168,7 +193,8 @@ def select_checks(only: Iterable[str], skip: Iterable[str]) -> tuple[Check, ...]
                 raise UsageError(
                     option, f"no check or group is called {name!r}", f"a group ({groups}) or the id of a check", command
                 )
-    chosen = [check for check in REGISTRY if not only or check.id in only or check.group in only]
+    named = {*only}
+    chosen = [check for check in REGISTRY if {check.id, check.group} & named or not (only or check.asked)]
     chosen = [check for check in chosen if check.id not in skip and check.group not in skip]
     if not chosen:
         raise UsageError("--skip", "no check is left", "at least one", "r4090c preflight")

@@ -42,7 +42,7 @@ OUTPUT_CAP_BYTES = 4_194_304
 FILES_CAP = 8192
 """Files per question; 2 RDMA ports with 256 GIDs each are 1536."""
 NOT_INSTALLED = "not installed"
-NEVER_HANGS = ("/proc/", "/sys/", "/etc/", "/run/", "/dev/shm")
+NEVER_HANGS = ("/proc/", "/sys/", "/etc/", "/run/", "/dev/shm", "/usr/lib/", "/var/lib/systemd/")
 TOOL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Appended to PATH: a non-interactive shell often lacks the sbin folders."""
 ASK_PYTHON = (
@@ -134,6 +134,9 @@ def prepare(
         if native in CHILD_PER_ITEM:
             natives[native] = {}
             for item in arguments:
+                if native in WORTH_A_CHILD and not WORTH_A_CHILD[native](item):
+                    natives[native][item] = []
+                    continue
                 jobs.append(Child(CHILD_PER_ITEM[native], item, timeout_s, keep_item(native, item), refuse_item(native, item)))
         elif native in THREAD_PER_ITEM:
             natives[native] = {}
@@ -177,7 +180,9 @@ def may_hang(arguments: Any) -> bool:
     """Return whether `arguments` name a path (or a list or mapping of paths) that could be on a network file system."""
     if isinstance(arguments, str):
         return arguments.startswith(("/", "~")) and not arguments.startswith(NEVER_HANGS)
-    return isinstance(arguments, (list, dict)) and any(may_hang(item) for item in arguments)
+    if isinstance(arguments, dict):
+        return any(may_hang(key) or may_hang(value) for key, value in arguments.items())
+    return isinstance(arguments, list) and any(may_hang(item) for item in arguments)
 
 
 # ---------------------------------------------------------------------------------------------- children, commands, threads
@@ -604,6 +609,51 @@ def native_processes(names: list[str]) -> dict[str, Any]:
     return {"found": sorted(name.decode() for name in found), "hidden": 1 not in pids}
 
 
+def native_blocked(request: dict[str, Any]) -> list[list[Any]]:
+    """Return [pid, name, uid, what it waits for] of the processes that cannot even be killed and do not get on.
+
+    A process that reads from a busy server sleeps so as well, but wakes up in between. So it must have waited in one function of
+    the kernel whose name starts with one of `waits`, without having run, at looks `pauses_s` apart; mostly one look is all. What
+    another account's process waits for only root may see. `in_nfs`: not even one look where there is no NFS.
+    """
+    if request.get("in_nfs") and not has_nfs():
+        return []
+
+    def look(pids: list[str]) -> dict[str, list[Any]]:
+        found = {}
+        for pid in pids:
+            try:
+                head, _, tail = read_file("/proc/{}/stat".format(pid))[0].rpartition(")")
+                if tail[1:2] != "D":
+                    continue
+                wait = read_file("/proc/{}/wchan".format(pid))[0].strip()
+                if wait.startswith(tuple(request["waits"])):
+                    status = read_file("/proc/{}/status".format(pid))[0]
+                    runs = [line for line in status.splitlines() if "ctxt_switches" in line]
+                    found[pid] = [int(pid), head.partition("(")[2], os.stat("/proc/{}".format(pid)).st_uid, wait, runs]
+            except OSError:
+                pass  # it ended, or is another account's
+        return found
+
+    stuck = look([entry for entry in os.listdir("/proc") if entry.isdigit()])
+    for pause_s in request["pauses_s"]:
+        if not stuck:
+            break
+        time.sleep(pause_s)
+        again = look(list(stuck))
+        stuck = {pid: seen for pid, seen in stuck.items() if again.get(pid) == seen}
+    return [seen[:4] for _, seen in sorted(stuck.items())]
+
+
+def has_nfs() -> bool:
+    """Return whether NFS is mounted here, or a lazy unmount has left a server behind. A container may see only the mount."""
+    try:
+        servers = read_file("/proc/fs/nfsfs/servers")[0]
+    except OSError:
+        servers = ""
+    return servers.count("\n") > 1 or " nfs" in read_file("/proc/self/mounts", OUTPUT_CAP_BYTES)[0]
+
+
 def native_gids(patterns: list[str]) -> dict[str, str]:
     """Return {path: text} of the GIDs in use below port folders, with their types and net devices.
 
@@ -629,6 +679,151 @@ def native_gids(patterns: list[str]) -> dict[str, str]:
     return result
 
 
+def native_owners(_: Any) -> dict[str, list[int]]:
+    """Return {user id: its processes}. Whose process a driver's list names can only be asked while it runs."""
+    owners = {}  # type: dict[str, list[int]]
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                owners.setdefault(str(os.stat("/proc/" + entry).st_uid), []).append(int(entry))
+            except OSError:
+                pass
+    return owners
+
+
+PCI_OF_DEVICE = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed", "numa_node")
+PCI_OF_PORT = ("vendor", "max_link_width", "max_link_speed")
+PCI_OF_BOTH = ("aer_dev_correctable", "aer_dev_nonfatal", "aer_dev_fatal")
+PCI_ASPM = ("link/l0s_aspm", "link/l1_aspm")
+
+
+def native_pci(root: str) -> list[dict[str, Any]]:
+    """Return what sysfs says about the NVIDIA display controllers and the network controllers below `root`; none without PCI.
+
+    Each has "pci", "class", "vendor", "upstream" (the bridges from the root port down), the texts of its attributes in "device"
+    and those of the port right above it in "port", what "driver" is bound to it, the domain type of its "iommu" group ("off" when
+    it is in none), "netdevs" and "hcas", and in "acs" the control register of each bridge above a GPU (null: only root may read).
+    """
+    try:
+        names = sorted(os.listdir(root))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    devices = []
+    acs = {}  # type: dict[str, int | None]
+    for name in names:
+        here = root + "/" + name
+        kind = line_of(here + "/class")  # one read for each of some hundred functions, more for a few of them only
+        display = kind.startswith(("0x0300", "0x0302"))
+        vendor = line_of(here + "/vendor") if display or kind.startswith("0x02") else ""
+        if not vendor or (display and vendor != "0x10de"):
+            continue
+        try:
+            path = os.path.normpath(os.path.join(root, os.readlink(here)))
+        except OSError:
+            path = here
+        above = os.path.dirname(path)
+        bridges = []  # type: list[str]
+        while above.count(":") and is_pci_address(os.path.basename(above)):
+            bridges.insert(0, above)
+            above = os.path.dirname(above)
+        for bridge in bridges:
+            if display and os.path.basename(bridge) not in acs:
+                acs[os.path.basename(bridge)] = acs_control(bridge + "/config")
+        upstream = [os.path.basename(bridge) for bridge in bridges]
+        devices.append(
+            {
+                "pci": name,
+                "class": kind,
+                "vendor": vendor,
+                "upstream": upstream,
+                "device": attributes(path, PCI_OF_DEVICE + PCI_OF_BOTH + PCI_ASPM),
+                "port": attributes(bridges[-1], PCI_OF_PORT + PCI_OF_BOTH) if bridges else {},
+                "driver": link_name(path + "/driver"),
+                "iommu": line_of(path + "/iommu_group/type") if os.path.exists(path + "/iommu_group") else "off",
+                "netdevs": names_in(path + "/net"),
+                "hcas": names_in(path + "/infiniband"),
+                "acs": {bridge: acs[bridge] for bridge in upstream if bridge in acs},
+            }
+        )
+    return devices
+
+
+def line_of(path: str) -> str:
+    """Return the stripped text of a small file, "" when it cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        return os.read(fd, 4096).decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
+
+
+def link_name(path: str) -> str | None:
+    """Return the last part of a link's target, None when there is no link."""
+    try:
+        return os.path.basename(os.readlink(path))
+    except OSError:
+        return None
+
+
+def attributes(folder: str, names: tuple[str, ...]) -> dict[str, str]:
+    """Return {name: text} of the attributes that can be read; of error counters only the totals and what is not zero."""
+    found = {}
+    for name in names:
+        text = line_of(folder + "/" + name)
+        if name.startswith("aer_"):
+            text = "\n".join(line for line in text.splitlines() if line.startswith("TOTAL") or not line.endswith(" 0"))
+        if text:
+            found[name] = text
+    return found
+
+
+def names_in(folder: str) -> list[str]:
+    """Return the sorted names in a folder, none when it is not there."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def is_pci_address(name: str) -> bool:
+    """Return whether `name` is like 0000:41:00.0; a host bridge's folder is like pci0000:40."""
+    parts = name.split(":")
+    return len(parts) == 3 and len(parts[2]) == 4 and parts[2][2] == "."
+
+
+def acs_control(path: str) -> int | None:
+    """Return the Access Control Services control register of a bridge, 0 when it has none, None when it cannot be read.
+
+    PCIe extended capabilities (PCI Express Base Specification, 7.6): a list from 0x100 on; others than root see 64 bytes.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        place = 0x100
+        for _ in range(64):
+            data = os.pread(fd, 8, place)
+            if len(data) < 8:
+                return 0 if place == 0x100 and os.pread(fd, 4, 0x40) else None  # 256 bytes: no extended capabilities
+            header, registers = struct.unpack("<LL", data)
+            if header & 0xFFFF == 0x000D:
+                return int(registers >> 16)
+            place = header >> 20 & 0xFFC
+            if place < 0x100:
+                return 0
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+    return None
+
+
 # ---------------------------------------------------------------------------------------------- natives: network
 
 
@@ -639,7 +834,7 @@ def netlink(kind: int, flags: int, body: bytes) -> list[tuple[bytes, dict[int, b
     Raises OSError with the kernel's errno, e.g. ENETUNREACH.
     """
     answers = []  # type: list[tuple[bytes, dict[int, bytes]]]
-    header_bytes = {20: 8, 24: 12}  # RTM_NEWADDR: struct ifaddrmsg; RTM_NEWROUTE: struct rtmsg
+    header_bytes = {20: 8, 24: 12, 78: 4}  # RTM_NEWADDR: struct ifaddrmsg; RTM_NEWROUTE: struct rtmsg; RTM_GETDCB: struct dcbmsg
     channel = _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW, 0)
     try:
         channel.settimeout(5)
@@ -654,17 +849,49 @@ def netlink(kind: int, flags: int, body: bytes) -> list[tuple[bytes, dict[int, b
                     raise OSError(code, os.strerror(code))
                 if type_ == 3:  # NLMSG_DONE
                     return answers
-                attributes = {}
-                rest = message[header_bytes.get(type_, len(message)) :]
-                while len(rest) >= 4:
-                    length, attribute = struct.unpack_from("=HH", rest)
-                    attributes[attribute] = rest[4:length]
-                    rest = rest[max(4, (length + 3) & ~3) :]
+                attributes = dict(attributes_of(message[header_bytes.get(type_, len(message)) :]))
                 answers.append((message, attributes))
                 if not reply_flags & 2:  # NLM_F_MULTI: more to come
                     return answers
     finally:
         channel.close()
+
+
+def attributes_of(data: bytes) -> list[tuple[int, bytes]]:
+    """Return (kind, value) of each netlink attribute in `data`, which may be the value of a nested one."""
+    found = []
+    while len(data) >= 4:
+        length, kind = struct.unpack_from("=HH", data)
+        found.append((kind & 0x3FFF, data[4:length]))  # without NLA_F_NESTED and NLA_F_NET_BYTEORDER
+        data = data[max(4, (length + 3) & ~3) :]
+    return found
+
+
+def native_dcb(patterns: list[str]) -> dict[str, dict[str, Any] | None]:
+    """Return {iface: {"pfc": bit mask of priorities, "dscp": [[code point, priority], ...]}}; None = the driver knows no DCB.
+
+    `patterns` are folders below /sys/class/net. The IEEE 802.1Qaz part of linux/dcbnl.h, which `dcb pfc show` and `dcb app show`
+    print; reading it takes no privilege.
+    """
+    result = {}  # type: dict[str, dict[str, Any] | None]
+    for iface in [path.rsplit("/", 1)[1] for pattern in patterns for path in expand(pattern)]:
+        name = iface.encode() + b"\0"
+        body = struct.pack("=BBH", 0, 21, 0)  # DCB_CMD_IEEE_GET
+        body += struct.pack("=HH", 4 + len(name), 1) + name + b"\0" * (-len(name) % 4)  # DCB_ATTR_IFNAME
+        try:
+            ieee = dict(attributes_of(netlink(78, 0, body)[0][1].get(13, b"")))  # DCB_ATTR_IEEE
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENODEV):
+                raise
+            result[iface] = None
+            continue
+        pfc, applications = ieee.get(2, b""), attributes_of(ieee.get(3, b""))  # DCB_ATTR_IEEE_PFC, DCB_ATTR_IEEE_APP_TABLE
+        entries = [struct.unpack_from("=BBH", value) for _, value in applications if len(value) >= 4]  # struct dcb_app
+        result[iface] = {
+            "pfc": pfc[1] if len(pfc) > 1 else None,  # struct ieee_pfc: pfc_cap, pfc_en, ...
+            "dscp": sorted([point, priority] for selector, priority, point in entries if selector == 5),
+        }
+    return result
 
 
 def native_addresses(_: Any) -> list[list[str]]:
@@ -744,15 +971,120 @@ def disk(path: str) -> dict[str, Any]:
             probed = os.path.dirname(probed)
     result = {"path": path, "exists": probed == path, "probed": probed, "writable": os.access(probed, os.W_OK | os.X_OK)}
     result.update(sizes_of(probed))
-    # Read last: the stat above may have made an automounter mount it. The last matching line hides the ones before it.
-    real = os.path.realpath(probed)
-    target = ""
+    result.update(mount_of(probed))  # read last: the stat above may have made an automounter mount it
+    return result
+
+
+def mount_of(path: str) -> dict[str, str]:
+    """Return {"source", "target", "fstype"} of what holds an existing path. The last matching line hides the ones before it."""
+    real = os.path.realpath(path)
+    target, result = "", {}  # type: str, dict[str, str]
     for line in read_file("/proc/self/mounts")[0].splitlines():
         fields = line.split(" ", 3)
         mounted = unescape(fields[1]) if len(fields) == 4 else ""
         if mounted and len(mounted) >= len(target) and (real + "/").startswith(mounted.rstrip("/") + "/"):
             target = mounted
-            result.update(source=unescape(fields[0]), target=target, fstype=fields[2])
+            result = {"source": unescape(fields[0]), "target": target, "fstype": fields[2]}
+    return result
+
+
+def native_caches(wanted: list[list[Any]]) -> dict[str, dict[str, Any]]:
+    """Return {variable: {"path", "source", "target", "fstype", "locks": [[path, age in seconds], ...]}}.
+
+    `wanted`: [variable, path, whether to look for locks] each. `locks` are the files called `lock` one and two folders down:
+    torch's extension builder waits for such a file for ever.
+    """
+    result = {}  # type: dict[str, dict[str, Any]]
+    for variable, path, lockable in wanted:
+        path = os.path.abspath(os.path.expanduser(path))
+        probed = path
+        while not os.path.lexists(probed):
+            probed = os.path.dirname(probed)
+        locks = []
+        for found in expand(path + "/*/lock") + expand(path + "/*/*/lock") if lockable else ():
+            try:
+                locks.append([found, time.time() - os.lstat(found).st_mtime])
+            except OSError:
+                pass
+        result[variable] = {"path": path, "locks": locks, **mount_of(probed)}
+    return result
+
+
+def native_tools(wanted: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return {program: [path, real path, whether its file holds the text]} of those that are there.
+
+    `wanted`: {program: [[further paths, with at most one * a component], text or ""]}. The PATH of this login comes first.
+    """
+    found = {}
+    folders = [folder for folder in os.environ.get("PATH", "").split(":") if folder]
+    for program, (further, text) in wanted.items():
+        places = [folder + "/" + program for folder in folders]
+        places += [path for pattern in further for path in expand(os.path.expanduser(pattern))]
+        path = next((p for p in places if os.path.isfile(p) and os.access(p, os.X_OK)), None)
+        if path is not None:
+            found[program] = [path, os.path.realpath(path), holds(path, text.encode()) if text else None]
+    return found
+
+
+def holds(path: str, text: bytes) -> bool:
+    """Return whether `text`, the name of a library, stands in the file of a program.
+
+    The names of all its libraries stand together, mostly at its beginning: what comes far behind that of libc is not read.
+    """
+    before, near = b"", False
+    with open(path, "rb") as file:
+        while True:
+            data = file.read(1048576)
+            if text in before + data:
+                return True
+            if near or not data:
+                return False
+            near = b"libc.so." in before + data
+            before = data[-len(text) :]
+
+
+def shm_names(folder: str) -> list[str]:
+    """Return what NCCL and torch call their files, of those in `folder`: mostly none, and then nothing is looked into."""
+    return [name for name in names_in(folder) if name.startswith(("nccl-", "torch_"))][:1000]
+
+
+def shm(folder: str) -> list[dict[str, Any]]:
+    """Return {"name", "uid", "bytes", "age_s", "used"} of what NCCL and torch left in `folder` (/dev/shm).
+
+    `used`: a process maps it or, by the number in torch's names, made it and lives. None = not told: a process of its owner could
+    not be looked into.
+    """
+    names = shm_names(folder)
+    mapped = set()  # type: set[str]
+    unseen = set()  # type: set[int]
+    for pid in [entry for entry in os.listdir("/proc") if entry.isdigit()]:
+        try:
+            uid = os.stat("/proc/{}".format(pid)).st_uid
+            try:
+                text = read_file("/proc/{}/maps".format(pid), OUTPUT_CAP_BYTES)[0]
+            except PermissionError:
+                unseen.update([uid] if pid != "1" else [])  # init trains nothing
+                continue
+        except OSError:
+            continue  # it ended
+        mapped.update(line.rpartition(folder + "/")[2] for line in text.splitlines() if folder + "/" in line)
+    result = []
+    for name in names:
+        try:
+            stat = os.lstat(folder + "/" + name)
+        except OSError:
+            continue
+        maker = name.split("_")[1] if name.startswith("torch_") and name.count("_") > 1 else ""
+        used = name in mapped or (maker.isdigit() and os.path.exists("/proc/" + maker))
+        result.append(
+            {
+                "name": name,
+                "uid": stat.st_uid,
+                "bytes": stat.st_blocks * 512,
+                "age_s": time.time() - stat.st_mtime,
+                "used": True if used else None if stat.st_uid in unseen else False,
+            }
+        )
     return result
 
 
@@ -808,16 +1140,22 @@ INLINE = {
     "access": native_access,
     "addresses": native_addresses,
     "affinity": native_affinity,
+    "caches": native_caches,
+    "dcb": native_dcb,
     "gids": native_gids,
     "head": native_head,
     "interpreter": native_interpreter,
     "listdir": native_listdir,
+    "owners": native_owners,
+    "pci": native_pci,
     "processes": native_processes,
     "readlink": native_readlink,
     "rlimits": native_rlimits,
     "statvfs": native_statvfs,
+    "tools": native_tools,
     "uname": native_uname,
 }  # type: dict[str, Callable[[Any], Any]]
-THREAD = {"passwd": native_passwd}  # type: dict[str, Callable[[Any], Any]]
+THREAD = {"blocked": native_blocked, "passwd": native_passwd}  # type: dict[str, Callable[[Any], Any]]
 THREAD_PER_ITEM = {"resolve": resolve, "route": route_to}  # type: dict[str, Callable[[Any], Any]]
-CHILD_PER_ITEM = {"disk": disk, "python": python}  # type: dict[str, Callable[[Any], Any]]
+CHILD_PER_ITEM = {"disk": disk, "python": python, "shm": shm}  # type: dict[str, Callable[[Any], Any]]
+WORTH_A_CHILD = {"shm": shm_names}  # type: dict[str, Callable[[Any], Any]]

@@ -6,11 +6,18 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from netcheck import report_matrix
 from netcheck.checks import REGISTRY
+from netcheck.figures import Matrix
 from netcheck.judge import verdict
-from r4090c.model import Finding, Status
+from netcheck.measure.figure import Figure
+from netcheck.raw import Raw
+from r4090c.model import Cluster, Finding, NodeFacts, Status
+
+if TYPE_CHECKING:
+    from netcheck.diff import Diff
 
 SCHEMA = "r4090c.preflight/1"
 ORDER = (Status.FAIL, Status.UNKNOWN, Status.WARN)
@@ -37,10 +44,32 @@ class Line:
         return f"{self.strength} {self.colour}".strip()
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything one preflight found out, as its reports tell it. `diff`: what changed, None when that was not asked."""
+
+    cluster: Cluster
+    raw: Raw
+    facts: Mapping[str, NodeFacts]
+    findings: Sequence[Finding]
+    figures: Sequence[Figure]
+    level: str
+    duration_s: float
+    diff: Diff | None = None
+
+
 def report(
-    cluster_name: str, started_at: str, duration_s: float, findings: Sequence[Finding], facts_file: str | None
+    cluster_name: str,
+    started_at: str,
+    duration_s: float,
+    findings: Sequence[Finding],
+    facts_file: str | None,
+    *,
+    level: str = "",
+    figures: Sequence[Figure] = (),
+    **more: Any,
 ) -> dict[str, Any]:
-    """Return the JSON report, schema r4090c.preflight/1."""
+    """Return the JSON report, schema r4090c.preflight/1; `more` are keys that only some reports have ("diff")."""
     return {
         "schema": SCHEMA,
         "cluster": cluster_name,
@@ -49,6 +78,11 @@ def report(
         "verdict": verdict(findings),
         "findings": [{**asdict(finding), "status": finding.status.value} for finding in findings],
         "facts_file": facts_file,
+        "level": level,
+        "figures": [
+            {key: getattr(figure, key) for key in ("measurement", "subject", "name", "value", "unit")} for figure in figures
+        ],
+        **more,
     }
 
 
@@ -60,21 +94,31 @@ def screen(
     *,
     width: int | None,
     verbose: bool = False,
+    matrices: Sequence[Matrix] = (),
 ) -> list[Line]:
-    """Return the lines for a person: the verdict, what is not a pass, and the counts of what is.
+    """Return the lines for a person: the verdict, what is not a pass, the bandwidths, and the counts of what is a pass.
 
     `width` None: no wrapping (the output is not a terminal). `verbose`: passes and skips are listed as well.
     """
     lines = [_headline(cluster_name, node_names, duration_s, findings), Line("")]
     shown = [*ORDER, Status.SKIP, Status.PASS] if verbose else list(ORDER)
-    rows = [row for status in shown for row in _rows([finding for finding in findings if finding.status is status])]
+    rows = [row for status in shown for row in drawn_together([finding for finding in findings if finding.status is status])]
     if rows:
         lines += [*_table(rows, width), Line("")]
+    for matrix in report_matrix.shown(matrices):
+        lines += [*map(Line, report_matrix.table(matrix, width)), Line("")]
     return [*lines, *_counts(findings)]
 
 
 def _headline(cluster_name: str, node_names: Sequence[str], duration_s: float, findings: Sequence[Finding]) -> Line:
     word = verdict(findings)
+    nodes = f"{len(node_names)} node{'s' if len(node_names) != 1 else ''}"
+    size = f"({nodes}, {len(findings)} findings, {duration_s:.1f} s)"
+    return Line(f"{cluster_name}: {word}   {in_words(findings)}   {size}", VERDICT_COLOURS[word], "bold")
+
+
+def in_words(findings: Sequence[Finding]) -> str:
+    """Return how much is wrong and where, in one line."""
     counts = Counter(finding.status for finding in findings)
     culprits = {
         status: list(dict.fromkeys(finding.subject.split("/")[0] for finding in findings if finding.status is status))
@@ -87,13 +131,13 @@ def _headline(cluster_name: str, node_names: Sequence[str], duration_s: float, f
         told.append(f"could not tell about {_named(culprits[Status.UNKNOWN])}" if told else _named(culprits[Status.UNKNOWN]))
     if culprits[Status.WARN]:
         told.append(f"{counts[Status.WARN]} warning{'s' if counts[Status.WARN] > 1 else ''} on {_named(culprits[Status.WARN])}")
-    nodes = f"{len(node_names)} node{'s' if len(node_names) != 1 else ''}"
-    size = f"({nodes}, {len(findings)} findings, {duration_s:.1f} s)"
-    return Line(f"{cluster_name}: {word}   {'; '.join(told) or 'nothing to mend'}   {size}", VERDICT_COLOURS[word], "bold")
+    return "; ".join(told) or "nothing to mend"
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class Row:
+    """What is told as one: the subjects and checks that say the same."""
+
     status: Status
     subjects: tuple[str, ...]
     checks: tuple[str, ...]
@@ -101,8 +145,8 @@ class _Row:
     """The first of the findings that were drawn together."""
 
 
-def _rows(findings: Sequence[Finding]) -> list[_Row]:
-    """Draw together what says the same: many checks unknown on a node that was not reached, one fault on many nodes."""
+def drawn_together(findings: Sequence[Finding]) -> list[Row]:
+    """Return what says the same as one row each: many checks unknown on a node that was not reached, one fault on many nodes."""
     by_subject: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         # Only what nobody could read is worth drawing together over checks: then it is the node that matters.
@@ -119,12 +163,12 @@ def _rows(findings: Sequence[Finding]) -> list[_Row]:
         expected = first.expected if len(same) == 1 else ""
         rows.setdefault((checks, first.observed, expected, first.why), []).append(same)
     return [
-        _Row(groups[0][0].status, tuple(same[0].subject for same in groups), checks, groups[0][0])
+        Row(groups[0][0].status, tuple(same[0].subject for same in groups), checks, groups[0][0])
         for (checks, *_), groups in rows.items()
     ]
 
 
-def _table(rows: Sequence[_Row], width: int | None) -> Iterator[Line]:
+def _table(rows: Sequence[Row], width: int | None) -> Iterator[Line]:
     cells = [(row.status.value, _named(row.subjects), _named(row.checks, 2)) for row in rows]
     widths = [max(len(cell[column]) for cell in cells) for column in range(3)]
     indent = " " * (widths[0] + 2)

@@ -298,6 +298,8 @@ class PathsPart(_Part):
 
 def _threshold(name: str, kind: Any, default: Any) -> tuple[Any, Any]:
     """Return the pydantic field for one field of model.Expect."""
+    if kind is bool:
+        return bool, default
     if kind is int:
         return Annotated[int, Field(ge=0)], default
     if kind is float:
@@ -731,6 +733,8 @@ def _allowed(loc: Loc) -> str:
         return f"a list of {'nodes, at least one (lines that start with `- name:`)' if key == 'nodes' else 'file names, in [ ]'}"
     if inner is tuple:
         return "a list of two whole numbers, like [3, 8]"
+    if kind is bool:
+        return "true or false"
     if kind is str:
         return f"text ({described.description})"
     bounds = {type(rule): rule for rule in described.metadata}
@@ -1265,13 +1269,13 @@ def json_schema() -> dict[str, Any]:
     """
     schema = ClusterFile.model_json_schema()
     thresholds = schema["$defs"]["ExpectPart"]["properties"]
-    for name, text in _threshold_descriptions().items():
+    for name, text in threshold_descriptions().items():
         thresholds[name]["description"] = text
     schema["title"], schema["description"] = "cluster.yaml", "Inventory of an r4090c cluster."
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _threshold_descriptions() -> dict[str, str]:
+def threshold_descriptions() -> dict[str, str]:
     """Return what model.Expect says about each threshold: the text that follows the field."""
     body = ast.parse(textwrap.dedent(inspect.getsource(Expect))).body[0]
     assert isinstance(body, ast.ClassDef)

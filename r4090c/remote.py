@@ -49,6 +49,8 @@ FITS_WINDOW_BYTES = 32_768
 """Far below the window that OpenSSH and paramiko grant a new channel (2 MiB)."""
 
 MARKER = "R4090C-ANSWER "
+EVENT_MARKER = "R4090C-EVENT "
+"""Begins a line that a program tells while it still works (`Shell.converse`)."""
 _BOOTSTRAP = (
     "import sys,json,zlib,base64,signal;signal.alarm(int(sys.argv[1]));g={'__name__':'r4090c_node'};"
     "exec(compile(zlib.decompress(base64.b64decode(sys.argv[2])),'r4090c','exec'),g);"
@@ -56,6 +58,11 @@ _BOOTSTRAP = (
     f"sys.stdout.write('\\n{MARKER}'+json.dumps(a)+'\\n')"
 )
 """Runs on the node: the program travels in argv, the request on stdin, and the node ends itself at its own alarm."""
+_BOOTSTRAP_CONVERSE = _BOOTSTRAP.replace("json.load(sys.stdin)", "json.loads(sys.stdin.buffer.raw.readline())")
+"""The same for `Shell.converse`: one line is the request, the end of standard input tells the program to stop.
+
+Unbuffered: what the program itself polls must not lie in a buffer of Python's.
+"""
 
 
 class Verdict(str, Enum):
@@ -503,6 +510,48 @@ class Stream:
             self._channel.close()
 
 
+class Conversation:
+    """A program of ours at work on a node (`Shell.converse`)."""
+
+    def __init__(self, shell: Shell, channel: paramiko.Channel, timeout_s: float) -> None:
+        self._shell, self._channel, self._timeout_s = shell, channel, timeout_s
+        self._deadline = time.monotonic() + timeout_s
+
+    def stop(self) -> None:
+        """Tell the program to end what it does and to answer."""
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):  # it may have ended by itself
+            self._channel.shutdown_write()
+
+    def answer(self, told: Callable[[Any], None] = lambda event: None) -> Any:
+        """Return the JSON answer; `told` is called for each event before it. Raises NodeError. The channel is closed."""
+        node, retry = self._shell.node.name, ssh_command(self._shell.node)
+        buffer, noise = b"", ""
+        try:
+            for chunk in _received(self._channel.recv, self._deadline, self._channel):
+                *lines, buffer = (buffer + chunk).split(b"\n")
+                for line in lines:
+                    text = line.decode(errors="replace")
+                    with contextlib.suppress(ValueError):
+                        if text.startswith(EVENT_MARKER):
+                            told(json.loads(text.removeprefix(EVENT_MARKER)))
+                            continue
+                        if text.startswith(MARKER):
+                            return json.loads(text.removeprefix(MARKER))
+                    noise = text.strip() or noise
+            stderr = b"".join(_received(self._channel.recv_stderr, self._deadline, self._channel)).decode(errors="replace")
+        except TimeoutError as error:
+            raise NodeError(node, Verdict.TIMEOUT, f"no answer within {self._timeout_s:g} s", "", retry) from error
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            raise self._shell._lost(error) from error
+        finally:
+            with contextlib.suppress(OSError, EOFError):
+                self._channel.close()
+        if not self._shell.alive:
+            raise self._shell._lost("")
+        last = (stderr.strip().splitlines() or [noise or "nothing was printed"])[-1]
+        raise NodeError(node, Verdict.LOST, f"no whole answer: {last[-300:]}", "one JSON answer", retry)
+
+
 class Shell:
     """One connection to one node, opened by the constructor. Raises NodeError with its verdict."""
 
@@ -642,6 +691,21 @@ class Shell:
             "one JSON answer",
             ssh_command(self.node),
         )
+
+    def converse(self, source: str, request: object, *, timeout_s: float) -> Conversation:
+        """Start `source` as `ask` does and return while it works: it tells events, and can be asked to stop. Raises NodeError.
+
+        `main(request)` is to end soon after its standard input has ended, and to answer all the same.
+        """
+        argv = ["python3", "-I", "-S", "-c", _BOOTSTRAP_CONVERSE, str(max(1, int(timeout_s))), _packed(source)]
+        channel = self._exec(argv, None)
+        try:
+            channel.settimeout(timeout_s)
+            channel.sendall(json.dumps(request).encode() + b"\n")
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            channel.close()
+            raise self._lost(error) from error
+        return Conversation(self, channel, timeout_s + 2.0)
 
     def stream(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> Stream:
         """Start `argv` and return a Stream over its output. Raises NodeError when it cannot be started."""

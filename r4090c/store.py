@@ -10,19 +10,31 @@ import json
 import os
 import sqlite3
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from r4090c.errors import UsageError
+from r4090c.model import P2pProof
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS preflight (at REAL, cluster TEXT, nodes TEXT, verdict TEXT, findings TEXT);
+CREATE TABLE IF NOT EXISTS preflight_record (at REAL, cluster TEXT, level TEXT, verdict TEXT, record BLOB);
 CREATE TABLE IF NOT EXISTS run (id TEXT PRIMARY KEY, at REAL, cluster TEXT, recipe TEXT, nodes TEXT, run_dir TEXT);
 CREATE TABLE IF NOT EXISTS night (id TEXT PRIMARY KEY, at REAL, cluster TEXT, recipe TEXT, fingerprint TEXT, summary TEXT);
 CREATE TABLE IF NOT EXISTS sample (night TEXT, repeat INTEGER, nodes TEXT, ranks INTEGER, tokens_per_s REAL, detail TEXT);
+CREATE TABLE IF NOT EXISTS p2p (
+    cluster TEXT, node TEXT, fingerprint TEXT, proven INTEGER, date TEXT, reason TEXT, PRIMARY KEY (cluster, node)
+);
 """
+
+
+RECORDS_KEPT = 30
+"""Records of preflights of one cluster; est.: a month of nights. One takes 3 KiB (4 nodes) to 40 KiB (16 nodes, all pairs)."""
+VERDICTS_KEPT = 1000
+"""Verdicts of one cluster; est.: years. One takes a few KiB when much is wrong."""
 
 
 def state_folder() -> Path:
@@ -53,14 +65,71 @@ def _database() -> Iterator[sqlite3.Connection]:
         database.close()
 
 
-def record_preflight(cluster: str, nodes: Sequence[str], verdict: str, findings: Sequence[Mapping[str, Any]]) -> None:
-    """Remember one preflight; only what is not a pass is kept of its findings."""
+def record_preflight(
+    cluster: str,
+    nodes: Sequence[str],
+    verdict: str,
+    findings: Sequence[Mapping[str, Any]],
+    record: Mapping[str, Any] | None = None,
+) -> None:
+    """Remember one preflight: of its findings what is not a pass, and `record` (netcheck.diff) to compare later ones with.
+
+    Records have a table of their own, so that files of versions that knew none keep working, in both directions. Of a cluster the
+    last RECORDS_KEPT stay, and the last fit one of each level; of the verdicts the last VERDICTS_KEPT.
+    """
     notable = [finding for finding in findings if finding["status"] != "pass"]
+    now = time.time()
     with _database() as database:
         database.execute(
-            "INSERT INTO preflight VALUES (?,?,?,?,?)",
-            (time.time(), cluster, json.dumps(list(nodes)), verdict, json.dumps(notable)),
+            "INSERT INTO preflight VALUES (?,?,?,?,?)", (now, cluster, json.dumps(list(nodes)), verdict, json.dumps(notable))
         )
+        _keep_last(database, "preflight", cluster, VERDICTS_KEPT)
+        if record is None:
+            return
+        packed = zlib.compress(json.dumps(record, separators=(",", ":")).encode())
+        database.execute("INSERT INTO preflight_record VALUES (?,?,?,?,?)", (now, cluster, str(record["level"]), verdict, packed))
+        fit = "SELECT max(at) FROM preflight_record WHERE cluster=?1 AND verdict='fit' GROUP BY level"
+        _keep_last(database, "preflight_record", cluster, RECORDS_KEPT, f"AND at NOT IN ({fit})")
+
+
+def _keep_last(database: sqlite3.Connection, table: str, cluster: str, count: int, but: str = "") -> None:
+    """Remove all but the last `count` rows of a cluster from a table."""
+    last = f"SELECT at FROM {table} WHERE cluster=?1 ORDER BY at DESC LIMIT {count}"
+    database.execute(f"DELETE FROM {table} WHERE cluster=?1 AND at NOT IN ({last}) {but}", (cluster,))
+
+
+def preflight_records(cluster: str, before: str = "") -> list[dict[str, Any]]:
+    """Return the remembered records of a cluster, the newest first; with `before` (ISO time) those that started earlier.
+
+    A record that is damaged is left out.
+    """
+    with _database() as database:
+        rows = database.execute("SELECT record FROM preflight_record WHERE cluster=? ORDER BY at DESC", (cluster,)).fetchall()
+    found = []
+    for (packed,) in rows:
+        try:
+            record = json.loads(zlib.decompress(packed))
+        except (zlib.error, ValueError, TypeError):
+            continue
+        if isinstance(record, dict) and (not before or str(record.get("started_at", "")) < before):
+            found.append(record)
+    return found
+
+
+def record_p2p(cluster: str, node: str, proof: P2pProof) -> None:
+    """Remember what a two-arm test of P2P on a node showed, in the place of what was known of it."""
+    with _database() as database:
+        database.execute(
+            "INSERT OR REPLACE INTO p2p VALUES (?,?,?,?,?,?)",
+            (cluster, node, proof.fingerprint, proof.proven, proof.date, proof.reason),
+        )
+
+
+def p2p_proofs(cluster: str) -> dict[str, P2pProof]:
+    """Return node -> what the last two-arm test of its P2P showed; whether the node is still the same is for the caller."""
+    with _database() as database:
+        rows = database.execute("SELECT node, fingerprint, proven, date, reason FROM p2p WHERE cluster=?", (cluster,)).fetchall()
+    return {node: P2pProof(fingerprint, bool(proven), date, reason) for node, fingerprint, proven, date, reason in rows}
 
 
 def record_run(run_id: str, cluster: str, recipe: str, nodes: Sequence[str], run_dir: str) -> None:

@@ -1,3 +1,3 @@
-"""What all tests share: the lab's fixtures."""
+"""What all tests share: the fixtures of both labs."""
 
-pytest_plugins = ["tests.lab.fixtures"]
+pytest_plugins = ["tests.lab.fixtures", "tests.vmlab.fixtures"]

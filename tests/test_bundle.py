@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import random
+import re
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from netcheck import bundle
-from netcheck.bundle import NOT_STORED, SCHEMA, load_bundle, save_bundle, strip_cluster
+from netcheck.bundle import NOT_STORED, SCHEMA, cleaner, load_bundle, save_bundle, strip_cluster
+from netcheck.figures import figures_of
 from netcheck.gather import gather
 from netcheck.raw import Raw, parse_raw
 from r4090c.errors import UsageError
@@ -24,6 +27,7 @@ from r4090c.model import Cluster, Expect, Network, Ssh, Storage
 from r4090c.remote import NodeError, Verdict
 from tests.facts.local import LocalShell
 from tests.facts.samples import cluster_of
+from tests.reports import pairs_of, tcp_measured
 from tests.test_gather import ScriptedFleet
 
 LOST: Any = {"verdict": "lost", "observed": "gone", "next_command": "", "connect_s": None, "noise": ""}
@@ -132,6 +136,139 @@ def test_no_secret_is_in_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert set(cluster_again.env) == set(env)
     assert parse_raw(raw_again, cluster_again)["near"].os == parse_raw(raw, cluster)["near"].os
     assert json.dumps([raw.reach, raw.answers, raw.measurements]) == before, "saving changed what is judged"
+
+
+# --------------------------------------------------------------------------- secrets in what tools printed
+
+PLANTED = {
+    "environment that nccl-tests prints": "value-of-an-innocuous-variable",
+    "the same, of a document that was cut": "value-in-a-cut-document",
+    "token in the log of a rank": "hf_AbCdEfGhIjKlMnOpQrStUvWx",
+    "password in the URL of an index": "indexPassw0rd",
+    "header of a request": "c2VjcmV0OnNlY3JldA==",
+    "bearer token without a name": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJhbGljZSJ9.c2lnbmF0dXJl",
+    "exported by a shell that traces": "traced-by-the-shell",
+    "key in a message": "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC",
+    "escaped in a string of a document": "escaped-in-a-string",
+    "below a telling name in a document": "below-a-telling-name",
+    "value of our own environment": "own-but-private-value",
+}
+
+
+def records_with_secrets() -> dict[str, Any]:
+    """Return a measurement as netcheck.conduct keeps it, with secrets wherever a tool may print one."""
+    nccl = {
+        "env": {"WHATEVER": PLANTED["environment that nccl-tests prints"], "PS1": "${x}"},
+        "config": {"nthreads": 1, "api_token": PLANTED["below a telling name in a document"]},
+        "args": f'--header "x-api-key: {PLANTED["escaped in a string of a document"]}"',
+        "results": [{"size": 1048576, "busbw": 14.25}],
+    }
+    cut = json.dumps({"version": 1, "env": {"A": "{", "B": PLANTED["the same, of a document that was cut"]}}, indent=1)[:-6]
+    log = (
+        f"node01:71:71 [0] NCCL INFO NCCL_IB_HCA set by environment to mlx5_0:1\n"
+        f"+ export HF_TOKEN={PLANTED['token in the log of a rank']}\n{PLANTED['token in the log of a rank']}\n"
+        f"Looking in indexes: https://me:{PLANTED['password in the URL of an index']}@pypi.example.org/simple\n"
+        f"> Authorization: Basic {PLANTED['header of a request']}\n{PLANTED['bearer token without a name']}\n"
+        f"+ PASSWORD='{PLANTED['exported by a shell that traces']}'\nFOO={PLANTED['value of our own environment']}\n"
+        f"-----BEGIN RSA PRIVATE KEY-----\n{PLANTED['key in a message']}\n-----END RSA PRIVATE KEY-----\n"
+    )
+    steps = [
+        {"rc": 0, "stdout": f"warming up\n{json.dumps(nccl)}\n", "stderr": log, "error": "", "duration_s": 1.5},
+        {"rc": None, "stdout": cut, "stderr": log, "error": "no end within 20 s", "duration_s": 20.0},
+    ]
+    part = {
+        "steps": steps,
+        "before": {"/sys/class/net/eth0/statistics/rx_errors": "0\n"},
+        "after": {},
+        "watched": {"nvidia-smi": [log, log]},
+    }
+    record = {"name": "node01-node02", "data": {"sender": "node01", "note": log}, "parts": {"node01": part}}
+    return {"level": "full", "rounds": [[record]]}
+
+
+def test_no_secret_of_a_tool_is_in_a_bundle(tmp_path: Path) -> None:
+    env = {"FOO": PLANTED["value of our own environment"], "NCCL_IB_HCA": "mlx5_0:1", "LEAD": "node01"}
+    cluster = replace(cluster_of(("node01", "node02")), env=env)
+    measured = records_with_secrets()
+    assert all(secret in json.dumps(measured) for secret in PLANTED.values()), "the test plants too little"
+    save_bundle(tmp_path / "b.tar.gz", cluster, replace(SMALL, measurements={"nccl": measured}))
+    unpacked = gzip.decompress((tmp_path / "b.tar.gz").read_bytes())
+    for what, secret in PLANTED.items():
+        assert secret.encode() not in unpacked, what
+    _, raw = load_bundle(tmp_path / "b.tar.gz")
+    record = raw.measurements["nccl"]["rounds"][0][0]
+    assert record["data"]["sender"] == "node01", "the names of nodes are no secret, also where a variable has one"
+    first, second = record["parts"]["node01"]["steps"]
+    said = json.loads(first["stdout"].partition("\n")[2])
+    assert (said["env"], said["results"]) == ({}, [{"size": 1048576, "busbw": 14.25}]), "what is read is as before"
+    assert "NCCL_IB_HCA set by environment to mlx5_0:1" in first["stderr"], "libraries' own variables stand in their logs"
+    assert second["error"] == "no end within 20 s" and second["stdout"].startswith("{")
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=12),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abkeytokn_", max_size=8), inner, max_size=3),
+        max_leaves=12,
+    ),
+    st.text(max_size=12),
+    st.text(max_size=12),
+)
+def test_a_document_in_a_text_stays_one(inner: Any, before: str, after: str) -> None:
+    """Only strings change, and what has a telling name: the shape stays, so a reader finds what it found before."""
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shape(item) for key, item in value.items()}
+        return [shape(item) for item in value] if isinstance(value, list) else (value if not isinstance(value, str) else "text")
+
+    document = {"end": inner, "n": 1.5}
+    text = f"{before.replace('{', '')}\n{json.dumps(document, indent=1)}\n{after}"
+    cleaned = cleaner(cluster_of())(text, True)
+    again, _ = json.JSONDecoder().raw_decode(cleaned, cleaned.index("{"))
+    assert shape(again) == shape(document)
+
+
+@pytest.mark.parametrize(
+    "text", ["{" * 100_000, '{"a":' * 50_000, '{"a":' * 900 + "1" + "}" * 900, '{"env": {"x": 1', "\ud800{}"]
+)
+def test_hostile_texts_are_cleaned_in_time(text: str) -> None:
+    assert isinstance(cleaner(cluster_of())(text, True), str)
+
+
+def test_measurements_are_judged_the_same_from_a_bundle(tmp_path: Path) -> None:
+    """Secrets are taken out, yet every figure of every link is read as before."""
+    names = ("node01", "node02")
+    cluster = replace(cluster_of(names), env={"NCCL_SOCKET_IFNAME": "=enp65s0f0", "LEAD": "node01", "PORT": "bits_per_second"})
+    measured = {"tcp": tcp_measured([names], lambda sender, receiver: 9.417 if sender == "node01" else 4.2)}
+    save_bundle(tmp_path / "b.tar.gz", cluster, replace(SMALL, measurements=measured))
+    _, raw = load_bundle(tmp_path / "b.tar.gz")
+    assert figures_of(raw.measurements, names) == figures_of(measured, names)
+    assert len(figures_of(measured, names)) == 2
+
+
+def test_a_full_preflight_of_sixteen_nodes_is_small(tmp_path: Path) -> None:
+    """All pairs with what iperf3 really prints, counters before and after, and a long log of NCCL on every node."""
+    names = tuple(f"node{number:02}" for number in range(1, 17))
+    real = (Path(__file__).parent / "tools/fixtures/iperf3/own-real-vm-3-18.json").read_text()
+    dice = random.Random(4)
+
+    def says(gbit_s: float) -> str:
+        return re.sub(r"\d{4,}", lambda number: str(dice.randrange(10 ** len(number[0]))), real)  # no two tests are equal
+
+    tcp = tcp_measured(pairs_of(names), lambda sender, receiver: dice.uniform(20, 25), says)
+    counters = {f"/sys/class/net/enp65s0f0/statistics/counter_{number}": f"{dice.getrandbits(48)}\n" for number in range(80)}
+    for record in (record for one in tcp["rounds"] for record in one):
+        for part in record["parts"].values():
+            part.update(before=counters, after={path: f"{dice.getrandbits(48)}\n" for path in counters})
+    lines = [
+        f"node:{dice.randrange(1 << 16)} [{gpu}] NCCL INFO Channel {gpu:02}/0 : {gpu}[{gpu}] -> {gpu + 1}" for gpu in range(8)
+    ]
+    log = "\n".join(f"{line} via NET/IB/{dice.randrange(4)}" for line in lines * 400)
+    parts = {name: {"steps": [{"rc": 0, "stdout": log, "stderr": log, "error": "", "duration_s": 9.0}]} for name in names}
+    nccl = {"level": "full", "rounds": [[{"name": "all", "data": {}, "parts": parts}] for _ in range(4)]}
+    save_bundle(tmp_path / "b.tar.gz", cluster_of(names), replace(SMALL, measurements={"tcp": tcp, "nccl-all": nccl}))
+    assert (tmp_path / "b.tar.gz").stat().st_size < 5 << 20
 
 
 def test_a_key_below_home_is_found_in_its_short_form(tmp_path: Path) -> None:
@@ -322,7 +459,7 @@ def test_many_members_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"not a tar", gzip.compress(b""), gzip.compress(b"not a tar"), gzip.compress(bytes(100_000))]
+    "data", [b"", b"not a tar", gzip.compress(b"", mtime=0), gzip.compress(b"not a tar"), gzip.compress(bytes(100_000))]
 )
 def test_files_that_are_no_bundle(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "b.tar.gz").write_bytes(data)
@@ -352,3 +489,9 @@ def test_a_damaged_bundle_is_a_bundle_or_a_usage_error(
     except UsageError:
         return
     parse_raw(raw, cluster)
+
+
+def test_what_perftest_says_about_its_own_functions_is_no_secret() -> None:
+    text = "ethernet_read_keys: Couldn't read remote address\nread_keys: hidden-value-1"
+    clean = cleaner(cluster_of())
+    assert clean(text, True) == "ethernet_read_keys: Couldn't read remote address\nread_keys: <not stored>"

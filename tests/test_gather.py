@@ -129,7 +129,9 @@ def near_facts(cluster: Cluster) -> NodeFacts:
 
 def test_gpus_of_a_stand_in_for_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     csv = FIXTURES / "query-gpu" / "8x4090-idle-gen1.csv"
-    monkeypatch.setenv("PATH", stand_in(tmp_path, f'echo "$@" > {tmp_path}/argv; cat {csv}'))
+    monkeypatch.setenv(
+        "PATH", stand_in(tmp_path, f'case $1 in --query-gpu=index*) echo "$@" > {tmp_path}/argv; cat {csv};; *) exit 1;; esac')
+    )
     gpus = near_facts(cluster_of(("near",))).gpus.value
     assert gpus is not None
     assert [gpu.pci for gpu in gpus][:2] == ["0000:03:00.0", "0000:1c:00.0"]

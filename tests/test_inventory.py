@@ -507,6 +507,7 @@ CASES: dict[str, tuple[str, str, str, str, str]] = {
         "a whole number from 576",
         "remove the line",
     ),
+    "switch": (HEAD + ONE + "expect: {compiler: 1}\n", "5: expect.compiler", "1", "true or false", ""),
     "threshold nan": (HEAD + ONE + "expect: {shm_min_gib: .nan}\n", "5: expect.shm_min_gib", ".nan", "a number from 0 up", ""),
     "threshold inf": (HEAD + ONE + "expect: {shm_min_gib: .inf}\n", "5: expect.shm_min_gib", ".inf", "a number from 0 up", ""),
     "threshold below 0": (
@@ -1281,8 +1282,8 @@ def value_text(part: dict[str, Any]) -> str:
     bounds = (
         f" {low:g}–{high:g}" if low is not None and high is not None else lower + (f", ≤ {high:g}" if high is not None else "")
     )
-    kind = {"object": "mapping", "array": "list", "string": "text", "integer": "whole number", "number": "number"}[part["type"]]
-    return kind + bounds
+    words = {"object": "mapping", "array": "list", "string": "text", "integer": "whole number", "boolean": "true or false"}
+    return words.get(str(part["type"]), "number") + bounds
 
 
 def test_required_keys_of_the_docs_are_those_of_the_schema() -> None:

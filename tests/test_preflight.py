@@ -21,6 +21,7 @@ import pytest
 
 from netcheck.bundle import save_bundle
 from netcheck.checks import REGISTRY
+from netcheck.measure.job import Level
 from netcheck.preflight import read_clocks_again, run_preflight, select_checks
 from netcheck.raw import Raw, parse_raw
 from r4090c.errors import Exit
@@ -84,14 +85,16 @@ def test_this_machine_is_read_measured_and_judged(tmp_path: Path) -> None:
     assert by_check(findings, "free-ports") == {"n1": "pass", "n2": "pass", "n3": "pass"}
     assert by_check(findings, "clock-skew") == {"n1": "pass", "n2": "pass", "n3": "pass"}
     assert by_check(findings, "disk-space") == {"n1": "pass", "n2": "pass", "n3": "pass"}
-    assert {finding.check for finding in findings} == {check.id for check in REGISTRY if check.group not in ("gpu", "rdma")}
+    # Demo nodes are one machine without GPUs: checks that this does not concern say nothing, all others say something.
+    concerned = [check for check in REGISTRY if any(check.applies(node, cluster) for node in cluster.nodes)]
+    assert {finding.check for finding in findings} == {check.id for check in concerned}
     assert list((tmp_path / "shared").iterdir()) == []
     assert json.loads(json.dumps(raw.measurements)) == raw.measurements
     assert told == ["reading 3 nodes", "measuring between 3 nodes"]
 
 
 def test_quick_writes_and_opens_nothing(tmp_path: Path) -> None:
-    raw, findings = preflight(local_cluster(tmp_path / "shared", "n1", "n2"), measure=False)
+    raw, findings = preflight(local_cluster(tmp_path / "shared", "n1", "n2"), level=Level.QUICK)
     assert raw.measurements == {}
     assert by_check(findings, "shared-path") == by_check(findings, "free-ports") == {"local": "skip"}
 
@@ -99,7 +102,7 @@ def test_quick_writes_and_opens_nothing(tmp_path: Path) -> None:
 def test_only_what_the_chosen_checks_need_is_measured(tmp_path: Path) -> None:
     raw, findings = preflight(local_cluster(tmp_path / "shared", "n1", "n2"), checks=select_checks(["storage"], []))
     assert set(raw.measurements) == {"nonce"}
-    assert {finding.check for finding in findings} == {"mount", "disk-space", "shared-path"}
+    assert {finding.check for finding in findings} == {check.id for check in REGISTRY if check.group == "storage"}
 
 
 def test_a_lost_node_is_unknown_in_every_group(tmp_path: Path) -> None:
@@ -108,8 +111,10 @@ def test_a_lost_node_is_unknown_in_every_group(tmp_path: Path) -> None:
     assert {finding.status for finding in findings if finding.subject == "n2"} == {Status.UNKNOWN}
     assert {finding.check for finding in findings if finding.subject == "n2"} == {
         "mount",
+        "storage-answers",
         "disk-space",
         "shared-path",
+        "caches",
         "clock-skew",
         "time-daemon",
         "free-ports",
@@ -129,7 +134,7 @@ def test_two_folders_of_one_name_are_no_shared_folder(tmp_path: Path) -> None:
 
 def test_a_clock_read_too_coarsely_is_read_again(tmp_path: Path) -> None:
     cluster = local_cluster(tmp_path / "shared", "n1", "n2", "n3")
-    raw, _ = preflight(cluster, measure=False)
+    raw, _ = preflight(cluster, level=Level.QUICK)
     slow = {**raw.answers["n2"], "sent_at_s": raw.answers["n2"]["sent_at_s"] - 8.0}  # an answer that was 8 s on its way
     coarse = replace(raw, answers={**raw.answers, "n2": slow})
     fleet: Any = LocalFleet(cluster.nodes)
@@ -171,7 +176,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         **raw.answers,
         "n2": {**late, "time_ns_received": late["time_ns_received"] + shift_ns, "time_ns_sent": late["time_ns_sent"] + shift_ns},
     }
-    lost, _ = preflight(cluster, lost=["n3"], measure=False)
+    lost, _ = preflight(cluster, lost=["n3"], level=Level.QUICK)
     kept = {"fit": raw, "skewed": replace(raw, answers=answers), "lost": lost}
     for name, one in kept.items():
         save_bundle(folder / f"{name}.tar.gz", cluster, one)
@@ -187,7 +192,8 @@ def test_a_bundle_is_judged_offline(bundles: dict[str, Path], name: str, code: E
     done = r4090c("preflight", "--from", str(bundles[name]), "--skip", "software", "--json")
     assert done.returncode == code, done.stdout + done.stderr
     answer = json.loads(done.stdout)
-    assert list(answer) == ["schema", "cluster", "started_at", "duration_s", "verdict", "findings", "facts_file"]
+    keys = ["schema", "cluster", "started_at", "duration_s", "verdict", "findings", "facts_file", "level", "figures"]
+    assert list(answer) == keys
     assert (answer["schema"], answer["cluster"], answer["verdict"]) == ("r4090c.preflight/1", "local", word)
     assert answer["facts_file"] == str(bundles[name])
     assert all(
@@ -352,7 +358,8 @@ def test_a_healthy_lab_is_fit_without_a_warning_and_left_as_it_was(lab4: Lab, tm
     code, answer = ask(lab4, "--save", str(tmp_path / "b.tar.gz"))
     assert (code, answer["verdict"], bad(answer)) == (Exit.OK, "fit", set())
     assert sorted(lab4.shared.iterdir()) == before
-    assert {finding["subject"] for finding in answer["findings"]} == {"node01", "node02", "node03", "node04"}
+    told = {finding["subject"] for finding in answer["findings"] if finding["observed"] != "not measured"}  # that takes --full
+    assert told == {"node01", "node02", "node03", "node04"}
     again = r4090c("preflight", "--from", str(tmp_path / "b.tar.gz"), "--json")
     assert again.returncode == Exit.OK
     replayed = json.loads(again.stdout)["findings"]
@@ -399,9 +406,12 @@ def test_what_is_wrong_on_single_nodes_is_found_at_once(lab4: Lab) -> None:
     assert code == Exit.FAILED
     assert bad(answer) == {
         ("name-resolution", "node01", "fail"),
+        ("ssh-mesh", "node01->node01", "fail"),  # by that name nobody listens
         ("data-interface", "node02", "fail"),
+        ("path-mtu", "node02", "fail"),
         ("shared-path", "node03", "fail"),
         ("remote-shell", "node04", "fail"),
+        ("ssh-mesh", "node04", "fail"),
     }
 
 

@@ -76,7 +76,7 @@ def controller_of(lab: Lab, home: Path) -> Controller:
 
 @pytest.fixture
 def trust(lab: Callable[..., Lab], tmp_path: Path) -> Iterator[Controller]:
-    yield controller_of(lab(nodes=3), tmp_path)
+    yield controller_of(lab(nodes=3, trust=False), tmp_path)
 
 
 def snapshot(lab: Lab) -> dict[str, tuple[bytes | None, int, int]]:
@@ -303,7 +303,7 @@ def test_noise_on_stdout_and_a_key_with_a_passphrase_are_failures_with_their_cau
 
 def test_nodes_that_share_an_account_and_an_address(lab: Callable[..., Lab], tmp_path: Path) -> None:
     """As in the demo: two sshd's on one machine. No entry is there twice, and plain port 22 is not claimed."""
-    running = lab(nodes=1)
+    running = lab(nodes=1, trust=False)
     node = running.node("node01")
     for port in (2201, 2202):
         folder = node.folder / f"second-{port}"
@@ -448,7 +448,7 @@ with LoopbackCluster(nodes=2) as file:
 
 def test_the_demo_cluster(lab: Callable[..., Lab]) -> None:
     """Run inside a lab node: the demo's nodes are this account, and its ~/.ssh is not to be the tester's own."""
-    running = lab(nodes=1)
+    running = lab(nodes=1, trust=False)
     before = snapshot(running)
     done = running.exec("node01", "env", f"PYTHONPATH={REPOSITORY}", sys.executable, "-c", DEMO)
     assert done.returncode == 0, done.stderr

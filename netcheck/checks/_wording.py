@@ -13,6 +13,9 @@ from r4090c.model import Cluster, Node
 DRIVER_BRANCH = "570"
 """Of the NVIDIA driver: a production branch that Ubuntu packages, above gpu-driver's minimum."""
 
+PACKAGES = {"ibv_devinfo": "ibverbs-utils"}
+"""Program -> the Debian and Ubuntu package that brings it, where it is not called like it."""
+
 
 def origin(cluster: Cluster, threshold: str) -> str:
     """Return " (cluster.yaml)" when the inventory overrode this field of Expect, else nothing."""
@@ -23,10 +26,11 @@ def origin(cluster: Cluster, threshold: str) -> str:
 def on(node: Node, command: str) -> str:
     """Return the line to type here that runs `command` on `node` over ssh.
 
-    A key and a configuration in the default place (~/.ssh/) are left out: ssh finds them by itself.
+    A key and a configuration in the default place (~/.ssh/) are left out: ssh finds them by itself. With a terminal where sudo
+    may ask for a password.
     """
     ssh = node.ssh
-    words = ["ssh"]
+    words = ["ssh", "-t"] if "sudo " in command else ["ssh"]
     if ssh.config and not ssh.config.endswith("/.ssh/config"):
         words += ["-F", ssh.config]
     if ssh.port != 22:
@@ -39,9 +43,19 @@ def on(node: Node, command: str) -> str:
     return f"{shlex.join(words)} {shlex.quote(command)}"
 
 
+def sudo(node: Node) -> str:
+    """Return what goes in front of one command that takes root, "" where the login is root's: a container may have no sudo."""
+    return "" if node.ssh.user == "root" else "sudo "
+
+
 def as_root(node: Node, *commands: str) -> str:
-    """Return `on(node, …)` for the commands one after the other, each with sudo in front unless the login is root's."""
-    return on(node, " && ".join(command if node.ssh.user == "root" else f"sudo {command}" for command in commands))
+    """Return `on(node, …)` for the commands one after the other, each as root. Of a pipe only the first program is."""
+    return on(node, " && ".join(f"{sudo(node)}{command}" for command in commands))
+
+
+def account(node: Node) -> str:
+    """Return the account the tool logs in as, for a command on the node; where it is not stated the node's shell knows it."""
+    return shlex.quote(node.ssh.user) if node.ssh.user else '"$(id -un)"'
 
 
 def driver_package(distribution: str | None, branch: str = DRIVER_BRANCH) -> str:
@@ -52,6 +66,11 @@ def driver_package(distribution: str | None, branch: str = DRIVER_BRANCH) -> str
 def size(gib: float) -> str:
     """Return a size with three digits, in MiB below one GiB."""
     return f"{gib:.3g} GiB" if gib >= 1 else f"{gib * 1024:.3g} MiB"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return "1 error" or "3 errors"; `plural` where it takes more than an s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def listed(words: Iterable[str], at_most: int = 4) -> str:

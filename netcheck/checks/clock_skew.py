@@ -8,6 +8,8 @@ from netcheck.checks._wording import as_root, origin
 from r4090c.model import ClockFact, Cluster, Finding, Status
 
 ID, GROUP, SCOPE, NEEDS = "clock-skew", "time", "cluster", ("clock",)
+RULE = "clocks within {clock_skew_warn_s:g} s of their median (warn), within {clock_skew_fail_s:g} s (fail)"
+SOURCE = "RFC 5905, section 8; est."
 
 
 def check(clocks: Mapping[str, ClockFact], cluster: Cluster) -> Iterator[Finding]:

@@ -8,10 +8,15 @@ from collections.abc import Iterator, Mapping
 
 from netcheck.checks._majority import Majority, majority, others
 from netcheck.checks._wording import as_root, listed, on
-from netcheck.data_network import data_iface, is_address, is_up, peers_of, towards, unfit
+from netcheck.data_network import chosen_iface, is_address, is_up, peers_of, towards, unfit
 from r4090c.model import Cluster, Finding, Iface, NetFact, Node, Status
 
-ID, GROUP, SCOPE, NEEDS = "data-interface", "network", "cluster", ("net",)
+ID, GROUP, SCOPE, NEEDS = "data-interface", "nic", "cluster", ("net",)
+RULE = (
+    "every peer reached over one real interface that is up (no lo, container bridge, VPN or overlay), from an address of the"
+    " stated subnet, at the stated rate, with one MTU on all nodes (fail)"
+)
+SOURCE = "NCCL issues 286, 1581, 1637; LlamaFactory issue 5014; horovod issue 584"
 
 OVERLAY_MTU = 1450
 """1500 less the VXLAN header: what Docker Swarm, flannel and most cloud overlays give (LlamaFactory issue 5014)."""
@@ -30,7 +35,7 @@ def check(nets: Mapping[str, NetFact], cluster: Cluster) -> Iterator[Finding]:
         for name in nets:
             yield Finding(ID, name, Status.SKIP, f"not applicable: {alone}", "the data interface")
         return
-    chosen = {name: _chosen(cluster.node(name), net, cluster) for name, net in nets.items()}
+    chosen = {name: chosen_iface(net, cluster.node(name), cluster) for name, net in nets.items()}
     mtus = {name: iface.mtu for name, iface in chosen.items() if iface is not None}
     agreed = majority(mtus)
     for name, net in nets.items():
@@ -48,12 +53,6 @@ def check(nets: Mapping[str, NetFact], cluster: Cluster) -> Iterator[Finding]:
         elif iface is not None:
             rate = f", {iface.speed_mbit_s / 1000:g} Gbit/s" if iface.speed_mbit_s else ""
             yield Finding(ID, name, Status.PASS, f"{iface.name}: MTU {iface.mtu}{rate}", "a real interface towards the peers")
-
-
-def _chosen(node: Node, net: NetFact, cluster: Cluster) -> Iface | None:
-    """Return the interface the node's training traffic will take."""
-    name, _ = data_iface(net, node, peers_of(node, cluster))
-    return next((iface for iface in net.ifaces if iface.name == name), None)
 
 
 def _route_faults(node: Node, net: NetFact, cluster: Cluster) -> Iterator[Finding]:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from netcheck.checks._wording import as_root, on, origin, size
+from netcheck.checks._wording import account, as_root, on, origin, size
 from r4090c.model import Cluster, DiskFact, Finding, Node, Status
 
 ID, GROUP, NEEDS = "disk-space", "storage", ("disks",)
+RULE = (
+    "shared and run folder writable with at least {disk_free_min_gib:g} GiB and {inodes_free_min} inodes free (fail), /tmp with"
+    " {tmp_free_min_gib:g} GiB (warn)"
+)
+SOURCE = "statvfs(3), access(2); est."
 
 
 def check(node: Node, disks: tuple[DiskFact, ...], cluster: Cluster) -> Iterator[Finding]:
@@ -58,11 +63,15 @@ def _access_faults(node: Node, disk: DiskFact) -> Iterator[Finding]:
         return
     if disk.writable is False and not disk.exists:
         why = "the folder above it is not this account's to write"
-        remedy = as_root(node, f"install -d -o {_owner(node)} {quoted}")
+        remedy = as_root(node, f"install -d -o {account(node)} {quoted}")
         yield Finding(ID, node.name, Status.FAIL, f"{path} does not exist and cannot be made", "the right to write", why, remedy)
     elif disk.writable is False:
-        owner = f"chown {_owner(node)}: {quoted}" if is_shared else f"chmod 1777 {quoted}"
+        owner = f"chown {account(node)}: {quoted}" if is_shared else f"chmod 1777 {quoted}"
         why = "no permission, a read-only mount, or an NFS export that squashes this user"
+        remedy = as_root(node, owner)
+        if disk.fstype in ("nfs", "nfs4"):  # the rights are the server's: no chown from here can help
+            why = "no permission there, or the server exports it read-only or squashes this user (`exportfs -v` on the server)"
+            remedy = on(node, f"findmnt -no SOURCE,OPTIONS -T {quoted}; ls -ldn {quoted}; id -u")
         yield Finding(
             ID,
             node.name,
@@ -70,7 +79,7 @@ def _access_faults(node: Node, disk: DiskFact) -> Iterator[Finding]:
             f"{path} is not writable",
             "the right to write",
             why,
-            as_root(node, owner),
+            remedy,
         )
     elif disk.writable is None and is_shared:
         remedy = on(node, f"touch {quoted}/.probe && rm {quoted}/.probe")
@@ -109,11 +118,6 @@ def _space_faults(node: Node, disk: DiskFact, cluster: Cluster) -> Iterator[Find
             "no file can be made without an inode, however many GiB are free",
             as_root(node, inodes),
         )
-
-
-def _owner(node: Node) -> str:
-    """Return the account the tool logs in as, for a command on the node; where it is not stated the node's shell knows it."""
-    return shlex.quote(node.ssh.user) if node.ssh.user else '"$(id -un)"'
 
 
 def _same_file_system(one: DiskFact, other: DiskFact | None) -> bool:

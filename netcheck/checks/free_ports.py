@@ -10,6 +10,8 @@ from netcheck.measure.ports import PortsAnswer, read
 from r4090c.model import Cluster, Finding, Status
 
 ID, GROUP, SCOPE, NEEDS = "free-ports", "ports", "measurement", ("ports",)
+RULE = "every node connects to a sample of high ports on every other (fail)"
+SOURCE = "nccl-tests issue 15; ColossalAI issue 4343"
 
 OVERLAP_MIN_S = 2.0
 """est.: two nodes must have listened and called together for at least two SYNs (0 and 1 s) before a failure is believed."""

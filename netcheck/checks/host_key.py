@@ -10,6 +10,8 @@ from netcheck.checks._reach import AUTH_FAILED, LOGGED_IN, not_reached, observed
 from r4090c.model import Cluster, Finding, Node, Status
 
 ID, GROUP, NEEDS = "host-key", "access", ("reach",)
+RULE = "the key in known_hosts, and none that nobody vouched for (fail)"
+SOURCE = "sshd(8), SSH_KNOWN_HOSTS FILE FORMAT"
 
 
 def check(node: Node, reach: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:

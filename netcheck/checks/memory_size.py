@@ -9,6 +9,8 @@ from netcheck.checks._wording import as_root, origin
 from r4090c.model import Cluster, Finding, MemoryFact, Status
 
 ID, GROUP, SCOPE, NEEDS = "memory-size", "memory", "cluster", ("memory",)
+RULE = "the memory of most nodes with as many GPUs, ± {memory_tolerance:.0%} (fail)"
+SOURCE = "est."
 
 
 def check(memories: Mapping[str, MemoryFact], cluster: Cluster) -> Iterator[Finding]:

@@ -13,6 +13,11 @@ from netcheck.facts.mounts import option, split_source
 from r4090c.model import Cluster, DiskFact, Finding, Mount, Node, Status
 
 ID, GROUP, SCOPE, NEEDS = "mount", "storage", "cluster", ("mounts", "disks")
+RULE = (
+    "the shared folder answers; NFS: the stated type and export on all nodes, hard, writable (fail), rsize and wsize 1 MiB,"
+    " other NFS mounts hard, nconnect from 25 Gbit/s on (warn)"
+)
+SOURCE = "nfs(5); est."
 
 NFS_TYPES = {"nfs4": ("nfs4",), "nfs": ("nfs", "nfs4")}
 """storage.kind -> file system types of /proc/mounts that satisfy it."""
@@ -25,7 +30,7 @@ NCONNECT_FROM_GBIT_S = 25
 def check(
     mounts: Mapping[str, tuple[Mount, ...]], disks: Mapping[str, tuple[DiskFact, ...]], cluster: Cluster
 ) -> Iterator[Finding]:
-    """Yield one Finding per fault of the shared folder of a node, else one pass."""
+    """Yield one Finding per fault of the shared folder of a node, else one pass. A node without GPUs may have a slow mount."""
     holding = {name: holding_mount(cluster.node(name).paths.shared, table) for name, table in mounts.items()}
     nfs = {name: mount for name, mount in holding.items() if mount is not None and mount.fstype in ("nfs", "nfs4")}
     sources = {name: mount.source for name, mount in nfs.items()}
@@ -34,6 +39,7 @@ def check(
         faults = list(_folder_faults(node, disks[name], cluster))
         if not faults and cluster.storage.kind in NFS_TYPES and not _is_server(node, cluster):
             faults = list(_nfs_faults(node, mount, sources, cluster))
+        faults += _soft_elsewhere(node, mounts[name], mount)
         if faults:
             yield from faults
         else:
@@ -107,6 +113,8 @@ def _nfs_faults(node: Node, mount: Mount | None, sources: Mapping[str, str], clu
         yield Finding(ID, node.name, Status.FAIL, f"{path} is mounted soft", "hard", why, again)
     if option(mount, "ro") is not None:
         yield Finding(ID, node.name, Status.FAIL, f"{path} is mounted read-only", "rw", "no checkpoint can be written", again)
+    if node.gpus == 0:
+        return  # how fast it is does not matter there: a server with little memory allows small requests only
     sizes = {name: option(mount, name) or "" for name in ("rsize", "wsize")}
     small = [f"{name}={size}" for name, size in sizes.items() if size.isdigit() and int(size) < IO_SIZE_MIN]
     if small:
@@ -116,6 +124,18 @@ def _nfs_faults(node: Node, mount: Mount | None, sources: Mapping[str, str], clu
     if rate is not None and rate >= NCONNECT_FROM_GBIT_S and option(mount, "nconnect") is None:
         why = f"one TCP connection does not fill {rate:g} Gbit/s"
         yield Finding(ID, node.name, Status.WARN, f"{path}: no nconnect", "nconnect=4 or more", why, again)
+
+
+def _soft_elsewhere(node: Node, mounts: tuple[Mount, ...], shared: Mount | None) -> Iterator[Finding]:
+    """Yield a warning for each soft NFS mount beside the shared folder: homes and data live on such."""
+    for mount in mounts:
+        soft = option(mount, "soft") is not None or option(mount, "softerr") is not None
+        if soft and mount.fstype in ("nfs", "nfs4") and mount != shared:
+            why = "a soft mount gives up after a while: a slow server turns into I/O errors in whatever is written or read there"
+            why += "; what /etc/fstab says comes back with the next boot"
+            again = f"mount -t {mount.fstype} -o hard {shlex.quote(mount.source)} {shlex.quote(mount.target)}"
+            remedy = as_root(node, f"umount {shlex.quote(mount.target)}", again)
+            yield Finding(ID, node.name, Status.WARN, f"{mount.target} is mounted soft", "hard", why, remedy)
 
 
 def _mount_command(source: str, target: str) -> str:

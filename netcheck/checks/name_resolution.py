@@ -10,11 +10,13 @@ import ipaddress
 from collections.abc import Iterator, Mapping
 
 from netcheck.checks._majority import majority
-from netcheck.checks._wording import listed, on
+from netcheck.checks._wording import listed, on, sudo
 from netcheck.data_network import is_address
 from r4090c.model import Cluster, Finding, NetFact, Node, Status
 
 ID, GROUP, SCOPE, NEEDS = "name-resolution", "access", "cluster", ("net",)
+RULE = "every node resolves every node's name to one address, the same everywhere and not loopback (fail)"
+SOURCE = "PyTorch issues 73656, 150532; Debian Reference, 5.1.1 (127.0.1.1)"
 
 EXPECTED = "every node's name leads to the same non-loopback address everywhere"
 
@@ -38,7 +40,7 @@ def check(nets: Mapping[str, NetFact], cluster: Cluster) -> Iterator[Finding]:
 
 def _faults(asker: Node, net: NetFact, agreed: Mapping[str, frozenset[str] | None], cluster: Cluster) -> Iterator[Finding]:
     silent, loops, differing, elsewhere = [], [], [], []
-    sudo = "" if asker.ssh.user == "root" else "sudo "
+    root = sudo(asker)
     for target, common in agreed.items():
         answers = [answer for answer in net.names.get(target, ()) if not _link_local(answer)]
         if not answers:
@@ -60,7 +62,7 @@ def _faults(asker: Node, net: NetFact, agreed: Mapping[str, frozenset[str] | Non
             f"does not resolve {listed(silent)}",
             EXPECTED,
             "torchrun and gloo look up host names, and wait or fail when there is no answer",
-            on(asker, f'printf "{lines}\\n" | {sudo}tee -a /etc/hosts'),
+            on(asker, f'printf "{lines}\\n" | {root}tee -a /etc/hosts'),
         )
     if loops:
         trap = loops[0][1].startswith("127.0.1.")
@@ -72,7 +74,7 @@ def _faults(asker: Node, net: NetFact, agreed: Mapping[str, frozenset[str] | Non
         lines = "\\n".join(f"{_address(cluster.node(target))} {target}" for target, _ in loops)
         # The name is taken out of the loopback lines, which may hold others (localhost), and written anew at the end.
         takes = "; ".join(f"s/[[:space:]]{target}\\([[:space:]]\\|$\\)/\\1/g" for target, _ in loops)
-        drop = f'{sudo}sed -i "/^127\\.\\|^::1/{{ {takes} }}" /etc/hosts'
+        drop = f'{root}sed -i "/^127\\.\\|^::1/{{ {takes} }}" /etc/hosts'
         yield Finding(
             ID,
             asker.name,
@@ -80,7 +82,7 @@ def _faults(asker: Node, net: NetFact, agreed: Mapping[str, frozenset[str] | Non
             listed(f"{name} -> {where}" for name, where in loops),
             EXPECTED,
             f"{cause}: ranks then listen where no other node can reach them",
-            on(asker, f'{drop} && printf "{lines}\\n" | {sudo}tee -a /etc/hosts'),
+            on(asker, f'{drop} && printf "{lines}\\n" | {root}tee -a /etc/hosts'),
         )
     for target, answer, common in differing:
         right = f"{target} -> {listed(sorted(common))}, as on most nodes" if common else f"one address for {target} (no majority)"

@@ -14,6 +14,8 @@ from netcheck.checks._wording import as_root, on, origin
 from r4090c.model import Cluster, Finding, Node, OsFact, Status, UserFact
 
 ID, GROUP, SCOPE, NEEDS, OPTIONAL = "remote-shell", "access", "cluster", ("reach",), ("user", "os")
+RULE = "nothing on standard output before a command, python3 >= {python_min}, one user id on all nodes (fail)"
+SOURCE = "rsync(1) and scp(1) on shells that print; est."
 
 
 WHY_USER = "files on shared storage belong to numbers: a rank with another id cannot write its checkpoint"

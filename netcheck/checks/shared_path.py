@@ -11,6 +11,8 @@ from netcheck.measure.nonce import NonceAnswer, read
 from r4090c.model import Cluster, Finding, Status
 
 ID, GROUP, SCOPE, NEEDS = "shared-path", "storage", "measurement", ("nonce",)
+RULE = "what one node writes all others read (fail), within {storage_visible_warn_s:g} s (warn)"
+SOURCE = "nfs(5), close-to-open; est."
 
 WHY = "code, data and checkpoints are handed over in this folder"
 

@@ -8,6 +8,8 @@ from netcheck.checks._wording import as_root, on, origin, size
 from r4090c.model import Cluster, Finding, MemoryFact, Node, Status
 
 ID, GROUP, NEEDS = "shm-size", "os", ("memory",)
+RULE = "/dev/shm at least {shm_min_gib:g} GiB (fail), and free (warn)"
+SOURCE = "NCCL issues 290, 342, 525"
 
 
 def check(node: Node, memory: MemoryFact, cluster: Cluster) -> Iterator[Finding]:

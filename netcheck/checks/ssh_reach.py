@@ -10,6 +10,8 @@ from netcheck.checks._wording import on, origin
 from r4090c.model import Cluster, Finding, Node, Status
 
 ID, GROUP, NEEDS = "ssh-reach", "access", ("reach",)
+RULE = "a login over SSH (fail when refused, unknown when not reached), within {ssh_slow_warn_s:g} s (warn)"
+SOURCE = "ssh(1); est."
 
 MEANING = {
     "dns": ("an address that resolves here", "the name in cluster.yaml means nothing to this machine"),

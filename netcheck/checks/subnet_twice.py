@@ -8,7 +8,9 @@ from netcheck.checks._wording import on
 from netcheck.data_network import is_up, networks, unfit
 from r4090c.model import Cluster, Finding, NetFact, Node, Status
 
-ID, GROUP, NEEDS = "subnet-twice", "network", ("net",)
+ID, GROUP, NEEDS = "subnet-twice", "nic", ("net",)
+RULE = "no two interfaces that are up in one subnet (warn)"
+SOURCE = "NCCL issue 1581"
 
 
 def check(node: Node, net: NetFact, cluster: Cluster) -> Iterator[Finding]:

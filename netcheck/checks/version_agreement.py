@@ -12,16 +12,25 @@ from netcheck.checks._wording import as_root, on
 from r4090c.model import Cluster, Finding, Node, NodeFacts, OsFact, PythonFact, Status
 
 ID, GROUP, SCOPE, NEEDS = "version-agreement", "software", "cluster", ("python", "os")
+RULE = (
+    "torch and DeepSpeed installed; torch, NCCL and DeepSpeed the same on all nodes (fail); CUDA, transformers, r4090c, Python,"
+    " kernel and distribution as well (warn)"
+)
+SOURCE = "NCCL and DeepSpeed check no version in their first collective; est."
 DEMANDED = ("torch", "deepspeed")
 """Packages without which nothing can be trained."""
 WANTED = ("transformers",)
 """Packages some recipes need."""
 NCCL_WHEELS = "nvidia-nccl-"
+CUDA_WHEELS = "nvidia-cuda-runtime"
+"""nvidia-cuda-runtime-cu12, and nvidia-cuda-runtime since CUDA 13."""
 COMPARED = {
     "torch": Status.FAIL,
     "nccl": Status.FAIL,
     "deepspeed": Status.FAIL,
+    "cuda": Status.WARN,
     "transformers": Status.WARN,
+    "r4090c": Status.WARN,
     "python": Status.WARN,
     "kernel": Status.WARN,
     "distribution": Status.WARN,
@@ -72,8 +81,9 @@ def check(pythons: Mapping[str, PythonFact], systems: Mapping[str, OsFact], clus
             node = cluster.node(name)
             if what in ("kernel", "distribution", "python"):
                 hint, remedy = _by_hand(node, what, wanted, systems[name], systems[model])
-            elif what == "nccl":
-                hint, remedy = "", on(node, f"{_pip(node)} install {' '.join(_nccl_wheels(pythons[model]))}")
+            elif what in ("nccl", "cuda"):
+                wheels = _wheels(pythons[model], NCCL_WHEELS if what == "nccl" else CUDA_WHEELS)
+                hint, remedy = "", on(node, f"{_pip(node)} install {' '.join(wheels)}")
             else:
                 hint, remedy = "", on(node, _install(node, what, values[name], wanted))
             why = f"{WHY[status]}{hint}"
@@ -84,11 +94,12 @@ def check(pythons: Mapping[str, PythonFact], systems: Mapping[str, OsFact], clus
 
 
 def versions_of(python: PythonFact, system: OsFact) -> dict[str, str]:
-    """Return what -> version for what a node has of COMPARED. NCCL is the wheel torch brings (nvidia-nccl-cu12, -cu13 …)."""
-    have = {what: python.packages[what] for what in (*DEMANDED, *WANTED) if what in python.packages}
-    nccl = sorted(version for package, version in python.packages.items() if package.startswith(NCCL_WHEELS))
-    if nccl:
-        have["nccl"] = ", ".join(nccl)
+    """Return what -> version for what a node has of COMPARED. NCCL and CUDA are the wheels torch brings (nvidia-nccl-cu12 …)."""
+    have = {what: python.packages[what] for what in (*DEMANDED, *WANTED, "r4090c") if what in python.packages}
+    for what, wheels in (("nccl", NCCL_WHEELS), ("cuda", CUDA_WHEELS)):
+        versions = sorted(version for package, version in python.packages.items() if package.startswith(wheels))
+        if versions:
+            have[what] = ", ".join(versions)
     return {**have, "python": python.version, "kernel": system.kernel, "distribution": system.distribution}
 
 
@@ -138,9 +149,9 @@ def _install(node: Node, package: str, have: str, wanted: str) -> str:
     return install
 
 
-def _nccl_wheels(python: PythonFact) -> list[str]:
-    """Return the pinned wheels of NCCL in `python`, by their own names: nvidia-nccl-cu12==2.21.5."""
-    return [_pinned(name, version) for name, version in python.packages.items() if name.startswith(NCCL_WHEELS)]
+def _wheels(python: PythonFact, prefix: str) -> list[str]:
+    """Return the pinned wheels in `python` whose name starts with `prefix`, by their own names: nvidia-nccl-cu12==2.21.5."""
+    return [_pinned(name, version) for name, version in python.packages.items() if name.startswith(prefix)]
 
 
 def _by_hand(node: Node, what: str, wanted: str, own: OsFact, other: OsFact) -> tuple[str, str]:

@@ -8,7 +8,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from netcheck.facts import clock, cpus, disks, gpus, limits, memory, mounts, net, os, python, rdma, user
+from netcheck.facts import (
+    blocked,
+    caches,
+    clock,
+    cpus,
+    disks,
+    edac,
+    gpu_detail,
+    gpu_p2p,
+    gpu_processes,
+    gpu_topology,
+    gpus,
+    kernel,
+    kernel_log,
+    limits,
+    memory,
+    mounts,
+    net,
+    os,
+    pci,
+    python,
+    qos,
+    rdma,
+    rdma_mtu,
+    shm_files,
+    toolchain,
+    tools,
+    user,
+)
 from netcheck.facts.question import NOT_INSTALLED, Question, Reply, reply_of
 from r4090c.errors import ParseError
 from r4090c.model import Cluster, Fact, Node
@@ -41,6 +69,21 @@ _MODULES: tuple[FactModule, ...] = (
     python,
     rdma,
     gpus,
+    kernel,
+    shm_files,
+    blocked,
+    edac,
+    caches,
+    toolchain,
+    tools,
+    qos,
+    rdma_mtu,
+    pci,
+    gpu_topology,
+    gpu_p2p,
+    gpu_detail,
+    gpu_processes,
+    kernel_log,
 )
 FACTS: Mapping[str, FactModule] = {module.NAME: module for module in _MODULES}
 """Name of the fact (its field in NodeFacts) -> its module."""

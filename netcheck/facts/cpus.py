@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from netcheck.facts.question import Question, Reply, as_int, as_list
 from r4090c.errors import ParseError
@@ -61,6 +62,17 @@ def parse(reply: Reply) -> CpuFact:
         numa=_numa(reply),
         governor=",".join(governors) or None,
     )
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers the way the kernel writes them: 0-3,8."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:

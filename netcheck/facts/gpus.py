@@ -52,6 +52,17 @@ def question(node: Node, cluster: Cluster) -> Question:
     return Question(files=(NUMA_OF_DEVICE,), command=command, timeout_s=20)
 
 
+def smi_text(reply: Reply) -> str:
+    """Return what nvidia-smi printed for a fact that is only asked of nodes with GPUs. Raises ParseError: why there is none."""
+    if reply.command is None and not reply.errors:
+        raise ParseError("not asked: cluster.yaml states no GPUs for this node")
+    output = reply.output()
+    text = output.stdout if output.stdout.strip() else output.stderr
+    if not text.strip():
+        raise ParseError(f"nvidia-smi printed nothing and ended with {output.rc}")
+    return text
+
+
 def parse(reply: Reply) -> tuple[Gpu, ...]:
     """Return the GPUs by index; none when the driver sees none.
 
@@ -87,7 +98,7 @@ def read_table(text: str, fields: Sequence[str] = FIELDS) -> Table:
         if not line.strip():
             continue
         cells = [cell.strip() for cell in line.split(",")]
-        names = [re.sub(r"\s*\[[^\]]*\]$", "", cell) for cell in cells]
+        names = [without_unit(cell) for cell in cells]
         if header is None and len(set(names)) == len(names) and ("index" in names or "pci.bus_id" in names):
             header = names
         elif names == header:
@@ -132,6 +143,12 @@ def parse_query(text: str, fields: Sequence[str] = FIELDS, numa: Mapping[str, in
     if not gpus and not lost and not re.search(r"No devices (were )?found", text):
         raise ParseError("; ".join(unplaced[:3])[:300] or "nvidia-smi shows no GPU and does not say why")
     return (*gpus, *lost.values())
+
+
+def without_unit(title: str) -> str:
+    """Return "memory.total" for the title "memory.total [MiB]"."""
+    name, bracket, _ = title.partition("[")
+    return name.rstrip() if bracket and title.endswith("]") else title
 
 
 def is_fault(field: str, cell: str) -> bool:

@@ -10,6 +10,7 @@ from r4090c.model import Cluster, Iface, NetFact, Node
 
 NAME = "net"
 NET = "/sys/class/net"
+ATTRIBUTES = ("operstate", "mtu", "speed", "address", "duplex", "carrier_down_count")
 SPEED_UNKNOWN = 0xFFFFFFFF
 """SPEED_UNKNOWN of linux/ethtool.h; older kernels print it unsigned, newer ones -1."""
 
@@ -18,10 +19,10 @@ def question(node: Node, cluster: Cluster) -> Question:
     """Return what to ask `node`: about itself, the data addresses of its peers and the names of all nodes."""
     peers = [peer.data_address for peer in cluster.nodes if peer.name != node.name]
     return Question(
-        files=tuple(f"{NET}/*/{attribute}" for attribute in ("operstate", "mtu", "speed", "address")),
+        files=tuple(f"{NET}/*/{attribute}" for attribute in ATTRIBUTES),
         natives={
             "addresses": {},
-            "readlink": [f"{NET}/*"],
+            "readlink": [f"{NET}/*", f"{NET}/*/lower_*"],
             "route": list(dict.fromkeys(peers)),
             "resolve": list(dict.fromkeys(peer.name for peer in cluster.nodes)),
         },
@@ -46,6 +47,9 @@ def parse(reply: Reply) -> NetFact:
         mtu = reply.line(f"{NET}/{match.group(1)}/mtu") if match else None
         if match and mtu is not None:
             name = match.group(1)
+            losses = reply.line(f"{NET}/{name}/carrier_down_count")
+            duplex = reply.line(f"{NET}/{name}/duplex")
+            lower = [link.rpartition("/lower_")[2] for link in links if link.startswith(f"{NET}/{name}/lower_")]
             found = Iface(
                 name=name,
                 operstate=reply.text(path).strip(),
@@ -54,6 +58,9 @@ def parse(reply: Reply) -> NetFact:
                 mac=reply.line(f"{NET}/{name}/address") or "",
                 addresses=tuple(addresses.get(name, ())),
                 virtual="/virtual/" in as_str(links.get(f"{NET}/{name}", ""), "readlink"),
+                duplex=duplex if duplex in ("full", "half") else None,
+                link_losses=None if losses is None else as_int(losses, f"carrier_down_count of {name}"),
+                lower=tuple(sorted(lower)),
             )
             ifaces.append(found)
     if not ifaces:

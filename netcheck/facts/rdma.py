@@ -23,8 +23,9 @@ def question(node: Node, cluster: Cluster) -> Question:
     ports = f"{INFINIBAND}/*/ports/*"
     return Question(
         files=(
-            *(f"{ports}/{attribute}" for attribute in ("state", "phys_state", "rate", "link_layer")),
+            *(f"{ports}/{attribute}" for attribute in ("state", "phys_state", "rate", "link_layer", "sm_lid")),
             f"{INFINIBAND}/*/fw_ver",
+            f"{INFINIBAND}/*/board_id",
             f"{INFINIBAND}/*/parent",
             f"{INFINIBAND}/*/device/numa_node",
             f"{INFINIBAND}/*/device/net/*/dev_port",
@@ -81,7 +82,19 @@ def _port(texts: Mapping[str, str], hca: str, port: int, link: str) -> RdmaPort:
         firmware=line(f"{device}/fw_ver"),
         numa=None if numa is None else as_int(numa, f"numa_node of {hca}"),
         gids=gids,
+        board=line(f"{device}/board_id"),
+        sm_lid=_lid(line(f"{here}/sm_lid"), f"sm_lid of {hca}:{port}"),
     )
+
+
+def _lid(text: str | None, what: str) -> int | None:
+    """Return a local identifier, which the kernel prints as 0x1; None when it is not told."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"0x([0-9a-fA-F]{1,8})", text)
+    if not match:
+        raise ParseError(f"{what}: {text[:80]!r}")
+    return int(match.group(1), 16)
 
 
 def _enum(text: str | None, what: str) -> str:

@@ -12,9 +12,10 @@ from importlib.resources import files
 from typing import Any
 
 from netcheck.facts.question import as_float, as_mapping, as_str
+from netcheck.measure.job import Level
 from r4090c.model import Expect, Node
 
-NAME = "nonce"
+NAME, TITLE, LEVEL = "nonce", "shared folder", Level.DEFAULT
 SOURCE = files("netcheck.measure").joinpath("nonce_on_node.py").read_text(encoding="utf-8")
 """The program a node runs."""
 PREFIX = ".r4090c-nonce-"

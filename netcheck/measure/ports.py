@@ -13,9 +13,10 @@ from importlib.resources import files
 from typing import Any
 
 from netcheck.facts.question import as_float, as_int, as_list, as_mapping, as_str
+from netcheck.measure.job import Level
 from r4090c.model import Node
 
-NAME = "ports"
+NAME, TITLE, LEVEL = "ports", "high ports between nodes", Level.DEFAULT
 SOURCE = files("netcheck.measure").joinpath("ports_on_node.py").read_text(encoding="utf-8")
 """The program a node runs."""
 

@@ -23,13 +23,17 @@ from r4090c import __version__
 from r4090c.errors import Exit, R4090cError
 
 COMMANDS: dict[str, str] = {
+    "bench": "measure collectives by themselves",
+    "checks": "show every check, what it expects and why",
     "demo": "train on two nodes on this machine, without root or GPU",
     "facts": "show what is true on every node",
     "jobs": "list runs and their state",
     "launch": "train a recipe or your own script on the cluster",
+    "lock": "record a cluster known to be good, to be told what drifts from it",
     "logs": "show the logs of a run",
     "nightly": "measure scaling efficiency and keep its history",
     "nodes": "show the cluster, or import a hostfile",
+    "parse": "read the output of a tool and print what it says as JSON",
     "preflight": "say whether the nodes are fit, and if not what mends them",
     "provision": "make the nodes fit",
     "schema": "print the JSON Schema of cluster.yaml",

@@ -59,7 +59,9 @@ def styled(text: str, **style: Any) -> str:
     return text if os.environ.get("NO_COLOR") else click.style(text, **style)
 
 
-TAKE_CLUSTER = ("facts", "jobs", "launch", "logs", "nightly", "nodes", "preflight", "provision", "stop")
+TAKE_CLUSTER = (
+    *("bench", "checks", "facts", "jobs", "launch", "lock", "logs", "nightly", "nodes", "preflight", "provision", "stop"),
+)
 _given: list[str] = []
 """The `--cluster FILE` of this process, once it was asked for."""
 

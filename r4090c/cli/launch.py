@@ -352,6 +352,8 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
         return
     import shlex
 
+    from netcheck.facts.cpus import ranges
+
     console = out()
     console.print(
         f"run {plan.run_id} in {plan.run_dir}: {plan.world_size} ranks on {len(plan.nodes)} nodes "
@@ -365,19 +367,8 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
             console.print(f"  {name}={var['value']}", markup=False, end="")
             console.print(f"   # {var['reason']} [{var['origin']}]", markup=False, style="dim")
         for rank in node["ranks"]:
-            cpus = _ranges(rank["cpus"])
+            cpus = ranges(rank["cpus"])
             memory = f", memory of NUMA {rank['memory_node']} preferred" if rank["memory_node"] is not None else ""
             console.print(f"  rank {rank['rank']}: CPUs {cpus or 'not bound'}{memory}   # {rank['reason']}", markup=False)
             for name, var in rank["env"].items():
                 console.print(f"    {name}={var['value']}   # {var['reason']}", markup=False)
-
-
-def _ranges(cpus: list[int]) -> str:
-    """Return CPUs in the kernel's list form, "0-3,8"."""
-    parts: list[list[int]] = []
-    for cpu in cpus:
-        if parts and cpu == parts[-1][-1] + 1:
-            parts[-1].append(cpu)
-        else:
-            parts.append([cpu])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

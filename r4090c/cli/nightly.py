@@ -66,6 +66,7 @@ def run(
     from launch.nightly.sweep import measure, schedule
     from launch.recipe import load_recipe
     from launch.run import Wish, gate
+    from netcheck.measure.job import Level
     from netcheck.preflight import run_preflight
     from r4090c.remote import Fleet
     from r4090c.store import record_night
@@ -89,7 +90,7 @@ def run(
 
     part = cluster.nodes[: max(len(turn.nodes) for turn in turns)]
     with Fleet(part) as fleet:
-        _, facts, findings = run_preflight(fleet, cluster, part, measure=False)
+        _, facts, findings = run_preflight(fleet, cluster, part, level=Level.QUICK)
         gate(findings)
         samples: list[Sample] = []
         failed: list[str] = []

@@ -3,6 +3,7 @@
 A case is {"about", "nodes": how many (default 3), "cluster", "reach", "facts", "measurements", "findings"}. Everything but the
 findings is merged over a healthy cluster (healthy.json; {n} is the node's number): objects are merged key by key, anything else
 is replaced, and a fact {"error": …} or {"absent": …} takes the place of its value. `facts` is by node; "*" means every node.
+With a "lock" the cluster was locked when it was healthy; what stands there is merged over that lock.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from netcheck import lock as locks
 from netcheck.checks import REGISTRY
 from netcheck.judge import judge
 from netcheck.raw import Raw
@@ -35,6 +38,21 @@ TYPES: Mapping[str, Any] = {
     "python": model.PythonFact,
     "rdma": tuple[model.RdmaPort, ...],
     "gpus": tuple[model.Gpu, ...],
+    "kernel": model.KernelFact,
+    "shm_files": tuple[model.ShmFile, ...],
+    "blocked": tuple[model.BlockedProcess, ...],
+    "edac": tuple[model.MemoryController, ...],
+    "caches": tuple[model.CacheFolder, ...],
+    "toolchain": model.ToolchainFact,
+    "tools": dict[str, model.Tool],
+    "qos": tuple[model.IfaceQos, ...],
+    "rdma_mtu": tuple[model.RdmaMtu, ...],
+    "pci": tuple[model.PciDevice, ...],
+    "gpu_topology": model.TopologyMatrix,
+    "gpu_p2p": model.P2pMatrix,
+    "gpu_detail": tuple[model.GpuDetail, ...],
+    "gpu_processes": tuple[model.GpuProcess, ...],
+    "kernel_log": model.KernelLog,
 }
 READERS = {name: TypeAdapter(kind) for name, kind in TYPES.items()}
 
@@ -48,6 +66,7 @@ def merged(base: Any, change: Any) -> Any:
     return change
 
 
+@cache
 def healthy(number: int) -> dict[str, Any]:
     """Return reach and facts of the healthy node `number`."""
     text = (HERE / "healthy.json").read_text().replace("{n}", str(number))
@@ -78,6 +97,7 @@ def build_cluster(case: Mapping[str, Any]) -> Cluster:
                 data_address=own.get("data_address", f"10.10.0.1{number}"),
                 gpus=own.get("gpus", 2),
                 paths=paths,
+                env=own.get("env", {}),
             )
         )
     network = Network(**{"kind": "roce", "subnet": "10.10.0.0/24", "rate_gbit_s": 100, "mtu": 9000, **change.get("network", {})})
@@ -102,12 +122,24 @@ def build(case: Mapping[str, Any]) -> tuple[Cluster, Raw, dict[str, NodeFacts]]:
     for number, node in enumerate(cluster.nodes, start=1):
         base = healthy(number)
         reach[node.name] = merged(base["reach"], case.get("reach", {}).get(node.name, {}))
-        changes = case.get("facts", {})
-        values = merged(merged(base["facts"], changes.get("*", {})), changes.get(node.name, {}))
-        facts[node.name] = NodeFacts(node=node.name, **{name: _fact(name, value) for name, value in values.items()})
+        values: dict[str, Any] = {}
+        for change in (case.get("facts", {}).get("*", {}), case.get("facts", {}).get(node.name, {})):
+            values |= {name: merged(values.get(name, base["facts"][name]), value) for name, value in change.items()}
+        changed = {name: _fact(name, value) for name, value in values.items()}
+        facts[node.name] = replace(_healthy_facts(number), node=node.name, **changed)
     raw = Raw(started_at="2026-11-30T01:00:00+00:00", reach=reach, answers={}, measurements=case.get("measurements", {}))
-    assert set(TYPES) == {field.name for field in fields(NodeFacts)} - {"node"}
+    if "lock" in case:
+        _, _, sound = build({key: value for key, value in case.items() if key in ("nodes", "cluster")})
+        cluster = replace(cluster, lock=merged(locks.make(cluster, "full", sound, ()), case["lock"]))
     return cluster, raw, facts
+
+
+@cache
+def _healthy_facts(number: int) -> NodeFacts:
+    """Return the facts of `healthy`, read once: most cases change one of them."""
+    values = healthy(number)["facts"]
+    assert set(TYPES) == set(values) == {field.name for field in fields(NodeFacts)} - {"node"}
+    return NodeFacts(node=f"node0{number}", **{name: _fact(name, value) for name, value in values.items()})
 
 
 def _fact(name: str, value: Any) -> Fact[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from netcheck.checks import REGISTRY
+from netcheck.measure import MEASUREMENTS
 from r4090c.model import NodeFacts, Status
 from tests.checks.cases import HERE, TYPES, build, found, merged
 
@@ -56,14 +57,14 @@ def test_no_cases_without_a_check() -> None:
 def test_what_cannot_be_read_is_never_a_pass(check: Any) -> None:
     """Whatever a check needs: when it could not be read on node02, the check says so about node02."""
     for need in set(check.needs) & set(TYPES):
-        findings = found({"facts": {"node02": {need: {"error": "Input/output error"}}}}, check.id)
+        findings = found({"lock": {}, "facts": {"node02": {need: {"error": "Input/output error"}}}}, check.id)
         assert [finding["status"] for finding in findings if finding["subject"].split("/")[0] == "node02"] == ["unknown"]
 
 
 @pytest.mark.parametrize("check", REGISTRY, ids=lambda check: check.id)
 def test_an_unreached_node_is_never_a_pass(check: Any) -> None:
     reach = {"node02": {"verdict": "timeout", "observed": "no answer from 192.168.1.12:22 in 5 s", "next_command": "ping node02"}}
-    findings = [finding for finding in found({"reach": reach}, check.id) if finding["subject"] == "node02"]
+    findings = [finding for finding in found({"lock": {}, "reach": reach}, check.id) if finding["subject"] == "node02"]
     if check.scope == "measurement":  # nothing was measured at all
         assert findings == []
         return
@@ -73,7 +74,7 @@ def test_an_unreached_node_is_never_a_pass(check: Any) -> None:
 
 def test_a_healthy_cluster_gives_no_warning() -> None:
     for check in REGISTRY:
-        for finding in found({"nodes": 4}, check.id):
+        for finding in found({"nodes": 4, "lock": {}}, check.id):
             assert finding["status"] in ("pass", "skip"), finding
 
 
@@ -83,7 +84,7 @@ def test_a_check_is_one_file_named_after_its_id(check: Any) -> None:
     assert module is not None and module.__file__ is not None
     assert Path(module.__file__).stem == check.id.replace("-", "_")
     assert inspect.isgeneratorfunction(check.judge)
-    known = {field for field in NodeFacts.__dataclass_fields__ if field != "node"} | {"reach", "ports", "nonce"}
+    known = {field for field in NodeFacts.__dataclass_fields__ if field != "node"} | {"reach", "measurements", *MEASUREMENTS}
     assert set(check.needs + check.optional) <= known
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from netcheck.facts import FACTS, gpus, mounts, observe
-from netcheck.facts.cpus import parse_cpu_list
+from netcheck.facts.cpus import parse_cpu_list, ranges
 from netcheck.facts.os import distribution
 from netcheck.facts.python import packages_of
 from netcheck.facts.question import as_float, as_int, reply_of
@@ -30,6 +31,7 @@ NOISE = st.text(max_size=80) | st.binary(max_size=80).map(lambda data: data.deco
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+@cache
 def good_answers(fact: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text())["answer"] for path in sorted((HERE / fact).glob("*.json"))]
 
@@ -119,14 +121,11 @@ def test_text_parsers(text: str) -> None:
 
 @given(st.sets(st.integers(0, 2000), max_size=60))
 def test_cpu_list_round_trip(cpus: set[int]) -> None:
-    """Against the kernel's own way of writing: ranges, joined with commas."""
-    text, ordered = [], sorted(cpus)
-    while ordered:
-        first = last = ordered.pop(0)
-        while ordered and ordered[0] == last + 1:
-            last = ordered.pop(0)
-        text.append(str(first) if first == last else f"{first}-{last}")
-    assert parse_cpu_list(",".join(text) + "\n") == tuple(sorted(cpus))
+    assert parse_cpu_list(ranges(cpus) + "\n") == tuple(sorted(cpus))
+
+
+def test_cpu_lists_as_the_kernel_writes_them() -> None:
+    assert [ranges(cpus) for cpus in ([], [3], [1, 0, 2, 8], [0, 2, 3])] == ["", "3", "0-2,8", "0,2-3"]
 
 
 @given(st.text(st.sampled_from("ab \t\n\\#040é"), max_size=20))

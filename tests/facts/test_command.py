@@ -57,6 +57,20 @@ def bundle(tmp_path: Path) -> Path:
         "python": golden("python", "venv"),
         "rdma": golden("rdma", "two-roce-ports-one-down"),
         "gpus": golden("gpus", "two-with-numa"),
+        "kernel": golden("kernel", "ubuntu-server"),
+        "shm_files": golden("shm_files", "none"),
+        "blocked": golden("blocked", "none"),
+        "edac": golden("edac", "two-controllers"),
+        "caches": golden("caches", "nfs-home"),
+        "toolchain": golden("toolchain", "cuda-12.4"),
+        "qos": golden("qos", "not-asked"),
+        "rdma_mtu": golden("rdma_mtu", "not-asked"),
+        "pci": golden("pci", "server"),
+        "gpu_topology": golden("gpu_topology", "numa-not-told"),
+        "gpu_p2p": golden("gpu_p2p", "stock"),
+        "gpu_detail": golden("gpu_detail", "one-busy"),
+        "gpu_processes": golden("gpu_processes", "none"),
+        "kernel_log": golden("kernel_log", "fell-off-the-bus"),
     }
     whole = probe_result("os", {}, {"time_ns_received": 1000_130_000_000, "time_ns_sent": 1000_150_000_000})
     complete = {name: {"files": {}, "errors": {}, "natives": {}, "command": None, **answer} for name, answer in good.items()}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from launch.env import Var, nccl_version, node_environment
+from launch.env import node_environment
 from netcheck.checks import REGISTRY
 from netcheck.data_network import data_iface, gid_index, peers_of, rdma_ports
 from netcheck.judge import judge
+from netcheck.rank_env import Var, nccl_version
 from r4090c.cli.facts import _data_network_text
 from r4090c.model import Cluster, Node, NodeFacts, RdmaGid, RdmaPort, Status
 from tests.checks.cases import HERE, build
@@ -32,7 +34,8 @@ def test_launch_uses_the_ports_that_the_preflight_passes(file: Any) -> None:
         if finding.status is Status.PASS:
             env = environment(cluster, cluster.node(finding.subject), facts[finding.subject])
             assert env["NCCL_IB_DISABLE"].value == "0"
-            assert env["NCCL_IB_HCA"].value == "=" + finding.observed.replace(", ", ",")
+            ports = re.sub(r" \(GID index \d+\)", "", finding.observed)
+            assert env["NCCL_IB_HCA"].value == "=" + ports.replace(", ", ",")
 
 
 @pytest.mark.parametrize("name", ["data-interface", "rdma-port"])

@@ -12,7 +12,7 @@ import pytest
 from netcheck import facts, probe
 from netcheck.facts import FACTS, questions
 from netcheck.facts.question import NOT_INSTALLED
-from r4090c.model import NodeFacts
+from r4090c.model import Network, NodeFacts
 from tests.facts.samples import cluster_of
 
 
@@ -38,9 +38,11 @@ def test_every_question_is_json_and_understood_by_the_probe() -> None:
 
 
 def test_no_native_of_the_probe_is_left_without_a_user() -> None:
-    cluster = cluster_of()
-    asked = {native for question in questions(cluster.nodes[0], cluster).values() for native in question.natives}
-    assert {*probe.INLINE, *probe.THREAD, *probe.THREAD_PER_ITEM, *probe.CHILD_PER_ITEM} - asked == {"listdir"}
+    plain = cluster_of()
+    asked = set()
+    for cluster in (plain, dataclasses.replace(plain, network=Network(kind="roce"))):
+        asked |= {native for question in questions(cluster.nodes[0], cluster).values() for native in question.natives}
+    assert {*probe.INLINE, *probe.THREAD, *probe.THREAD_PER_ITEM, *probe.CHILD_PER_ITEM} - asked == set()
 
 
 def test_the_word_for_a_missing_tool_is_the_same_on_both_sides() -> None:

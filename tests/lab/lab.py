@@ -78,9 +78,18 @@ class Lab:
 
     @classmethod
     def up(
-        cls, directory: Path | str, nodes: int = 4, *, python: str = sys.executable, gpus: int = 0, outlive_me: bool = False
+        cls,
+        directory: Path | str,
+        nodes: int = 4,
+        *,
+        python: str = sys.executable,
+        gpus: int = 0,
+        trust: bool = True,
+        outlive_me: bool = False,
     ) -> Lab:
         """Bring up `nodes` nodes and return the lab once every sshd answers. An earlier lab in `directory` goes down first.
+
+        `trust`: every node logs in to every node by its name, as `provision ssh-trust` leaves them.
 
         Raises LabError when it cannot be; whatever was made by then is gone again, after Ctrl-C too.
         """
@@ -100,7 +109,7 @@ class Lab:
         try:
             with wiring.locked(directory / "lock") as lock:
                 _tear_down(directory)
-                lab = cls._make(directory, token, nodes, keep, python, gpus, lock)
+                lab = cls._make(directory, token, nodes, keep, python, gpus, trust, lock)
             if outlive_me:
                 _dismiss(guard)
             else:
@@ -113,7 +122,9 @@ class Lab:
         return lab
 
     @classmethod
-    def _make(cls, directory: Path, token: str, count: int, keep: list[Path], python: str, gpus: int, lock: int) -> Lab:
+    def _make(
+        cls, directory: Path, token: str, count: int, keep: list[Path], python: str, gpus: int, trust: bool, lock: int
+    ) -> Lab:
         prefix = f"r4lab-{token}"
         state: dict[str, Any] = {
             "token": token,
@@ -132,7 +143,7 @@ class Lab:
             lab = cls(directory, state)
             _write_json(directory / "lab.json", state)  # before anything is made: `down` must know what to look for
             lab._wire(subnet.prefixlen, lock)  # from here on the address of our link says that the subnet is taken
-        lab._write_files(subnet.prefixlen, keep, python, gpus)
+        lab._write_files(subnet.prefixlen, keep, python, gpus, trust)
         for node in lab.nodes.values():
             lab._start(node)
         lab._wait_ready(list(lab.nodes.values()))
@@ -153,7 +164,7 @@ class Lab:
         switch = [*bridge, *(f"link set {port} master br0 up" for port in ports)]
         tool("ip", "-netns", self.switch, "-batch", "-", stdin="\n".join(switch) + "\n", keep_open=[lock])
 
-    def _write_files(self, prefix_length: int, keep: list[Path], python: str, gpus: int) -> None:
+    def _write_files(self, prefix_length: int, keep: list[Path], python: str, gpus: int, trust: bool) -> None:
         self.shared.mkdir(exist_ok=True)
         shutil.rmtree(self.directory / "nodes", ignore_errors=True)
         hosts = {"controller": self.controller_address, **{node.name: node.address for node in self.nodes.values()}}
@@ -173,6 +184,9 @@ class Lab:
         tool("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "lab", "-f", str(self.key))
         self.known_hosts.write_text("".join(lines))
         shutil.copyfile(self.key.with_suffix(".pub"), self.directory / "authorized_keys")
+        if trust:
+            for node in self.nodes.values():
+                node_files.write_trust(node, self.key, self.known_hosts)
         self._write_cluster_file(python, gpus)
 
     def _write_cluster_file(self, python: str, gpus: int) -> None:

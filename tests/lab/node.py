@@ -250,6 +250,14 @@ def write_python3(node: LabNode, python: str) -> None:
         stand_in.chmod(0o755)
 
 
+def write_trust(node: LabNode, key: Path, known_hosts: Path) -> None:
+    """Let root of the node log in to all nodes: with the client's key, which every node lets in, and their host keys."""
+    folder = node.folder / "home" / ".ssh"
+    folder.mkdir(mode=0o700)
+    shutil.copy2(key, folder / "id_ed25519")  # copy2: ssh refuses a key that others may read
+    shutil.copyfile(known_hosts, folder / "known_hosts")
+
+
 def make_host_key(node: LabNode) -> str:
     """Make the node's ed25519 host key and return its known_hosts line."""
     subprocess.run(

@@ -84,18 +84,5 @@ def facts_of(
     rdma: Fact[tuple[RdmaPort, ...]] = UNKNOWN,
     gpus: Fact[tuple[Gpu, ...]] = UNKNOWN,
 ) -> NodeFacts:
-    return NodeFacts(
-        node=node,
-        os=UNKNOWN,
-        user=UNKNOWN,
-        cpus=cpus,
-        memory=UNKNOWN,
-        limits=UNKNOWN,
-        net=net,
-        mounts=UNKNOWN,
-        disks=UNKNOWN,
-        clock=UNKNOWN,
-        python=UNKNOWN,
-        rdma=rdma,
-        gpus=gpus,
-    )
+    unknown = {name: UNKNOWN for name in NodeFacts.__dataclass_fields__ if name != "node"}
+    return NodeFacts(node=node, **{**unknown, "net": net, "cpus": cpus, "rdma": rdma, "gpus": gpus})

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from launch.env import Var, is_secret, node_environment, shown, visible_devices
+from launch.env import is_secret, node_environment, shown, visible_devices
+from netcheck.rank_env import Var
 from r4090c.model import Fact
 from tests.launch.facts_of import cluster_of, facts_of, net_of, node_of, rdma_port
 

@@ -25,6 +25,7 @@ from launch.jobs import find_run, list_runs
 from launch.plan import Job, Plan, Ports, make_plan
 from launch.supervise import Outcome, Supervisor, stop_run
 from launch.sync import our_files, sync, user_files
+from netcheck.measure.job import Level
 from netcheck.preflight import run_preflight
 from r4090c.errors import CouldNotTell, TrainingFailed
 from r4090c.inventory import load_cluster
@@ -196,7 +197,7 @@ def bench(lab4: Lab) -> Iterator[Bench]:
     stand_in.write_bytes((SCRIPTS / "quick_python").read_bytes())
     stand_in.chmod(0o755)
     with Fleet(cluster.nodes) as fleet:
-        _, facts, _ = run_preflight(fleet, cluster, cluster.nodes[:2], measure=False)
+        _, facts, _ = run_preflight(fleet, cluster, cluster.nodes[:2], level=Level.QUICK)
         yield Bench(lab4, cluster, fleet, facts)
 
 

@@ -1,0 +1,1294 @@
+"""Name the first cause in the text of a training log, of whatever launcher; pure. Its sister `diagnose` reads our agents' events.
+
+A log that ends in a thousand lines has one cause and many consequences: peers whose connection closed, watchdogs ten minutes
+later, a launcher that ends the others. So every known cause says what it explains; of the causes found, those that another one
+explains step back, and of the rest the earliest in the log wins. What no entry knows is told by the first exception nobody
+caught; a log of consequences alone says that a peer went first. A healthy log, or text of another kind, has no cause: None.
+
+Adding a cause: one entry in CAUSES, one log in tests/launch/fixtures/diagnose/ with its .expect.json.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+
+from launch.diagnose import CONSEQUENCE, NOISE, SIGNALS
+from netcheck.data_network import unfit
+from netcheck.tools import kernel_log, nccl_log
+from r4090c.errors import ParseError
+from r4090c.model import Xid
+
+TOOL = "training-log"
+COMMAND = "what a run printed, of any launcher"
+"""As the modules of netcheck.tools have them: `r4090c parse` shows this one beside them."""
+
+EVIDENCE_MOST = 500
+"""Characters of the line shown: an exception may carry a whole tensor."""
+LAST_LINES = 12
+"""est.: an exception nobody caught stands at the end of the log of its process; one further up was survived."""
+LINE_MOST = 4000
+"""Characters of a line that are read: an allocator's longest message has a third of it."""
+TRACEBACK_MOST = 200
+"""est.: lines of the longest traceback."""
+AROUND_FAILURE = 300
+"""est.: lines between an uncaught exception without a rank in front and the first mark of failure; further up it was survived."""
+MOST_XIDS = 8
+MOST_MATCHES = 2000
+"""Of a consequence that repeats in the log of a large run."""
+
+FALLEN = frozenset({79})
+HARDWARE = frozenset({48, 62, 64, 74, 95, 109, 110, 119, 120})
+PROGRAM = frozenset({13, 31})
+"""Xids by meaning (NVIDIA Xid catalogue; the check gpu-xid judges the same numbers). 43, 45, 154 only follow from others."""
+
+COMMUNICATION = frozenset({"nccl-error", "collective-timeout", "peer-gone", "rdma-path-broken"})
+"""What a rank says when its peer went, or does not answer."""
+DEATHS = frozenset({"rank-failed", "rank-killed", "checkpoint-not-written"})
+"""That a rank died, when nothing names why."""
+INFERRED = frozenset({"false-p2p-grant", "ranks-out-of-step", "nan-loss"})
+"""Causes read out of what the run did, not out of an error: any error that is named comes before them."""
+LATER = COMMUNICATION | DEATHS | INFERRED
+"""What every named cause may explain."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogCause:
+    """Why a run ended, as its log tells it. None = the log does not tell.
+
+    `kind`: name of the entry in CAUSES; where launch.diagnose knows the same thing, by the same name. `evidence`: the line, and
+    its number. `gpu`: CUDA index on the node. `consequences`: what else the log shows that this explains. `fix`: what to do,
+    the likeliest first; a word of advice or a command. `details`: what the line told: port, path, pci, address, …
+    """
+
+    kind: str
+    summary: str
+    evidence: str
+    line_number: int
+    node: str | None
+    rank: int | None
+    gpu: int | None
+    consequences: tuple[str, ...]
+    fix: tuple[str, ...]
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse(text: str) -> LogCause | None:
+    """Return what `diagnose` does. Raises ParseError for an empty text, which says nothing of a run."""
+    if not text.strip():
+        raise ParseError("the log is empty")
+    return diagnose(text)
+
+
+def diagnose(text: str) -> LogCause | None:
+    """Return the first cause, or None when the log holds none: it is healthy, was cut before the end, or is no log of a run."""
+    log = _Log(text)
+    found: dict[str, _Found] = {}
+    for cause in CAUSES:
+        if cause.needs_failure and not log.failed:
+            continue
+        match = cause.find(log) if callable(cause.find) else _first(log, cause.find)
+        if match is not None:
+            found[cause.kind] = match
+    if log.succeeded and not log.failed:
+        found = {kind: match for kind, match in found.items() if kind == "nan-loss"}
+    explained = {kind for kind in found for by in found if _explains(found, by, kind)}
+    first = min((kind for kind in found if kind not in explained), key=lambda kind: found[kind].at, default=None)
+    return None if first is None else _told(log, _BY_KIND[first], found)
+
+
+def _explains(found: Mapping[str, _Found], by: str, kind: str) -> bool:
+    cause = _BY_KIND[by]
+    return kind in cause.explains or (kind in cause.explains_after and found[by].at <= found[kind].at)
+
+
+# --------------------------------------------------------------------------- the log
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Where a cause was found, and what the place tells."""
+
+    at: int
+    details: Mapping[str, str] = field(default_factory=dict)
+    rank: int | None = None
+    node: str | None = None
+    gpu: int | None = None
+
+
+_FAILED = re.compile(
+    r"ChildFailedError|exits with return code = -?[1-9]|failed \(exitcode: -?\d|terminate called after throwing|DistBackendError"
+    r"|Watchdog caught collective|ssh exited with exit code [1-9]|^\[rank\d+\]: Traceback|SignalException|CalledProcessError"
+    r"|srun: error: |CANCELLED AT|^mpirun (?:noticed|detected) that",
+    re.MULTILINE,
+)
+"""Marks of a run that did not end well, of torchrun, DeepSpeed, torch, pdsh, Slurm and mpirun."""
+_SUCCEEDED = re.compile(r"'train_runtime': |Process \d+ exits successfully|Training completed\.", re.MULTILINE)
+"""Marks of a run that came to its end: Hugging Face's Trainer and DeepSpeed's launcher."""
+_NODE_PREFIX = re.compile(r"^([A-Za-z][\w.\-]{0,62}): (?=\[|\S{1,80}:\d+:\d+ \[|Traceback|\s{0,3}\d{1,3}%)", re.MULTILINE)
+"""What pdsh and DeepSpeed put in front of a node's lines."""
+_RANK = re.compile(r"\[rank(\d{1,6})\]:|\[[Rr]ank (\d{1,6})\]|\bRank (\d{1,6})\]")
+_BLOCK = re.compile(
+    r"^[ \t]*host[ \t]*: (?P<host>\S{1,255})[ \t]*\n"
+    r"[ \t]*rank[ \t]*: (?P<rank>\d{1,6}) \(local_rank: (?P<local>\d{1,6})\)[ \t]*\n"
+    r"[ \t]*exitcode[ \t]*: (?P<code>-?\d{1,6}) \(pid: (?P<pid>\d{1,9})\)",
+    re.MULTILINE,
+)
+"""A failed rank in torchrun's summary."""
+_INIT_RANK = re.compile(
+    r"(?P<host>[A-Za-z0-9][\w.\-]{0,250}):(?P<pid>\d{1,9}):\d{1,9} \[\d+\] "
+    r"NCCL INFO ncclCommInit.{0,200}? rank (?P<rank>\d{1,6}) "
+)
+_NO_HOST = re.compile(r"\w*(?:Error|Exception|Warning|Interrupt|Exit)|INFO|WARNING|ERROR|DEBUG|root|torch|python3?|bash|sh")
+
+
+WORDS = (
+    "rror", "xception", "Exhausted", "Traceback", "WARN", "NCCL", "NVRM", "Xid", "Watchdog", "[PG ", "terminate called",
+    "fail", "Fail", "illed", "signal", "Signal", "Interrupt", "CANCELLED", "exits with", "exit code", "exited", "imed out",
+    "closed", "reset", "refused", "denied", "No space", "quota", "memory", "ssh", "srun: ", "mpirun ", "oom", "EADDRINUSE",
+    "already in use", "nfs: server", "GPU is lost", "device handle", "off the bus", "not recei", "nccl", "Broken pipe",
+    "Driver/library", "driver", "CUDA", "cuda", "CUBLAS", "mapping of buffer", "RTX 4000", "retrieved", "joined",
+    "launcher", "loss scale", "oss is ", "OVERFLOW", "train_batch_size", "world size", "Ninja", "extension", "Mismatched",
+    "mismatch", "ancdata", "'train_runtime'", "successfully", "completed", "exit barrier", "(local_rank:", "host  ",
+    "exitcode", "aborted", "Assertion", "[Errno", "Too many open", "SO_ERROR", "forward compat",
+)  # fmt: skip
+"""One of them is in every line that is read: most lines of a long log are not. A test compares them with the patterns."""
+_LOST_LOSS = re.compile(r"loss['\"]?\s{0,3}[:=]\s{0,3}['\"]?[+-]?(?:nan|inf)\b", re.IGNORECASE)
+
+
+class _Log:
+    """The lines of the log that may matter, and what is read from them once. A place (`at`) is an offset in `text`."""
+
+    def __init__(self, text: str) -> None:
+        text = re.sub(r"\x1b\[[0-9;]{0,20}[A-Za-z]", "", text).replace("\r\n", "\n").replace("\r", "\n")
+        words = [word for word in WORDS if word in text] + (["loss"] if _LOST_LOSS.search(text) else [])
+        lines = text.rstrip().split("\n")
+        kept = [number for number, line in enumerate(lines, 1) if any(word in line for word in words)]
+        self.length = len(lines)
+        self.lines = [lines[number - 1][:LINE_MOST] for number in kept]
+        self.numbers = kept
+        self.text = "\n".join(self.lines)
+        self.starts = [0, *(match.end() for match in re.finditer("\n", self.text))]
+
+    @cached_property
+    def failed(self) -> bool:
+        """True when the log bears a mark of failure, or ends in an exception."""
+        return self.first_failure is not None or self.last_exception is not None
+
+    @cached_property
+    def first_failure(self) -> int | None:
+        """The number of the line with the first mark of failure."""
+        return next((self.number(match.start()) for match in _FAILED.finditer(self.text)), None)
+
+    @cached_property
+    def last_exception(self) -> int | None:
+        """The number of the line of an exception in the last lines: that of a process without a launcher."""
+        for number, line in zip(reversed(self.numbers), reversed(self.lines), strict=True):
+            if number <= self.length - LAST_LINES:
+                return None
+            if _RAISED.match(line) and self.has_traceback(number):
+                return number
+        return None
+
+    def has_traceback(self, number: int) -> bool:
+        """True when a traceback leads to the exception in this line, other than torch's at a normal end (its exit barrier)."""
+        first, last = bisect.bisect_left(self.numbers, number - TRACEBACK_MOST), bisect.bisect_right(self.numbers, number)
+        for index in range(last - 1, first - 1, -1):
+            if "Traceback (most recent call last)" in self.lines[index]:
+                return not any("exit barrier" in line for line in self.lines[max(0, index - 1) : index + 1])
+        return False
+
+    @cached_property
+    def succeeded(self) -> bool:
+        return _SUCCEEDED.search(self.text) is not None
+
+    @cached_property
+    def hosts(self) -> frozenset[str]:
+        """Names of nodes the log is sure of."""
+        sure = [match["host"] for match in nccl_log.debug_lines(self.lines)]
+        sure += [block["host"] for block in self.blocks]
+        sure += [match.group(1) for match in _NODE_PREFIX.finditer(self.text) if not _NO_HOST.fullmatch(match.group(1))]
+        return frozenset(sure)
+
+    @cached_property
+    def blocks(self) -> list[re.Match[str]]:
+        """Torchrun's summary, the rank it saw fail first (printed last) in front."""
+        blocks = list(_BLOCK.finditer(self.text))
+        root = self.text.find("Root Cause (first observed failure)")
+        return sorted(blocks, key=lambda block: block.start() < root)
+
+    @cached_property
+    def rank_of_pid(self) -> dict[str, int]:
+        """Process id -> rank, from NCCL's and torchrun's words."""
+        pairs = [(match["pid"], int(match["rank"])) for match in (*_INIT_RANK.finditer(self.text), *self.blocks)]
+        seen = Counter(pid for pid, _ in set(pairs))
+        return {pid: rank for pid, rank in pairs if seen[pid] == 1}  # two nodes may have the same pid
+
+    @cached_property
+    def nccl(self) -> nccl_log.NcclLog | None:
+        try:
+            return nccl_log.read(self.lines)
+        except ParseError:
+            return None
+
+    @cached_property
+    def xids(self) -> list[tuple[int, Xid]]:
+        """(place, Xid) of every line with one."""
+        lines = [(start, line) for start, line in zip(self.starts, self.lines, strict=False) if "NVRM: Xid" in line]
+        return [(start, xid) for start, line in lines[:MOST_MATCHES] for xid in kernel_log.scan([line]).xids]
+
+    @cached_property
+    def timeouts(self) -> list[_Timeout]:
+        """The first timeout of every rank, in the order of the log."""
+        groups = {int(match["rank"]): match["group"] for match in _STATUS.finditer(self.text)}
+        found: dict[int, _Timeout] = {}
+        for match in islice(_WATCHDOG.finditer(self.text), MOST_MATCHES):
+            told = dict(re.findall(r"(SeqNum|OpType)=(\w{1,40})", match.group()))
+            rank, number = int(match["rank"]), told.get("SeqNum", "")
+            if rank not in found and number.isdecimal():
+                found[rank] = _Timeout(match.start(), rank, int(number), told.get("OpType", "?"), groups.get(rank, ""))
+        return list(found.values())
+
+    def number(self, at: int) -> int:
+        """Return the line number in the whole log, from 1."""
+        return self.numbers[bisect.bisect_right(self.starts, at) - 1]
+
+    def line(self, at: int) -> str:
+        """Return the line around `at`."""
+        return self.lines[bisect.bisect_right(self.starts, at) - 1]
+
+    def rank(self, line: str) -> int | None:
+        """Return the rank a line is of: it says so, or its process is known."""
+        match = _RANK.search(line)
+        if match:
+            return int(next(group for group in match.groups() if group is not None))
+        debug = nccl_log.DEBUG_LINE.search(line) if "NCCL" in line else None
+        return self.rank_of_pid.get(debug["pid"]) if debug else None
+
+    def node(self, line: str) -> str | None:
+        """Return the node a line is of."""
+        prefix = re.match(r"([A-Za-z0-9][\w.\-]{0,62}): ", line)
+        if prefix and prefix.group(1) in self.hosts:
+            return prefix.group(1)
+        debug = nccl_log.DEBUG_LINE.search(line) if "NCCL" in line else None
+        if debug:
+            return debug["host"]
+        kernel = re.search(r"\d\d:\d\d:\d\d(?:[.,]\d+)?\S{0,6} ([\w.\-]{1,255}) kernel: ", line)
+        return kernel.group(1) if kernel else None
+
+
+def _first(log: _Log, patterns: tuple[re.Pattern[str], ...]) -> _Found | None:
+    """Return the earliest match of the patterns, less torch's idle remarks; its named groups are the details."""
+    best: re.Match[str] | None = None
+    for pattern in patterns:
+        for match in pattern.finditer(log.text, 0, best.start() if best else len(log.text)):
+            line = log.line(match.start())
+            if not NOISE.search(line) and "exit barrier" not in line:
+                best = match
+                break
+    if best is None:
+        return None
+    details = {name: value.strip() for name, value in best.groupdict().items() if value and value.strip()}
+    gpu = details.pop("gpu", None)
+    return _Found(best.start(), details, gpu=int(gpu) if gpu else None)
+
+
+def _told(log: _Log, cause: Cause, found: Mapping[str, _Found]) -> LogCause:
+    match = found[cause.kind]
+    line = log.line(match.at)
+    node = match.node or log.node(line)
+    rank = match.rank if match.rank is not None or not cause.of_a_rank else log.rank(line)
+    block = next(iter(log.blocks), None)
+    if block is not None and cause.of_a_rank:
+        if rank is None and node in (None, block["host"]):
+            rank = int(block["rank"])
+        node = node or next((one["host"] for one in log.blocks if int(one["rank"]) == rank), None)
+    if node is None and len(log.hosts) == 1:
+        (node,) = log.hosts
+    where = {"node": node, "rank": rank, "gpu": match.gpu}
+    known = {**match.details, **{name: str(value) for name, value in where.items() if value is not None}}
+    summary = next((text for template in cause.summary if (text := _filled(template, known)) is not None), cause.kind)
+    quoted = {name: shlex.quote(value) for name, value in known.items()}
+    return LogCause(
+        kind=cause.kind,
+        summary=summary,
+        evidence=line.strip()[:EVIDENCE_MOST],
+        line_number=log.number(match.at),
+        node=node,
+        rank=rank,
+        gpu=match.gpu,
+        consequences=tuple(_consequences(log, cause, found)),
+        fix=tuple(text for template in cause.fix if (text := _filled(template, quoted)) is not None),
+        details=dict(match.details),
+    )
+
+
+def _filled(template: str, known: Mapping[str, str]) -> str | None:
+    """Return the template with its names filled in, None when one of them is not known."""
+    names = re.findall(r"\{(\w+)\}", template)
+    if any(name not in known for name in names):
+        return None
+    return re.sub(r"\{(\w+)\}", lambda match: known[match.group(1)], template)
+
+
+def _consequences(log: _Log, cause: Cause, found: Mapping[str, _Found]) -> Iterator[str]:
+    """Yield what else the log shows, in the order of the log: "collective-timeout: rank 0, 5"."""
+    ranks = {"collective-timeout": {one.rank for one in log.timeouts}, "peer-gone": set(_left_alone(log))}
+    own = found[cause.kind]
+    told = [(match.at, kind) for kind, match in found.items() if log.number(match.at) != log.number(own.at) or kind in ranks]
+    told += [(at, f"Xid {xid.xid} on {xid.pci}") for at, xid in log.xids if at != own.at][:MOST_XIDS]
+    for at, what in sorted(told):
+        if what != cause.kind:
+            named = sorted(ranks.get(what, ()))
+            yield f"{what}: rank {', '.join(map(str, named))}" if named else f"{what} (line {log.number(at)})"
+
+
+# --------------------------------------------------------------------------- causes that need more than a pattern
+
+
+_HANDLE = re.compile(
+    r"Unable to determine the device handle for GPU ?(?:(?P<gpu>\d{1,3}): ?)?"
+    r"(?P<pci>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2})"
+)
+_LOST = re.compile(r"GPU is lost\.|GPU has fallen off the bus")
+
+
+def _fallen(log: _Log) -> _Found | None:
+    found = _xid(log, FALLEN)
+    handle = _HANDLE.search(log.text)
+    told = handle or _LOST.search(log.text)
+    if found is None and told is None:
+        return None
+    at, details = (found.at, dict(found.details)) if found else (told.start() if told else 0, {})
+    gpu = None
+    if handle is not None:
+        pci = handle["pci"].lower()[-10:]
+        gpu = int(handle["gpu"]) if handle["gpu"] and details.setdefault("pci", f"0000:{pci[-5:]}")[-5:] == pci[-5:] else None
+    crashed = _first(log, _BY_KIND["cuda-launch-failure"].patterns)
+    return _Found(at, details, log.rank(log.line(crashed.at)) if crashed else None, gpu=gpu)
+
+
+def _xid(log: _Log, numbers: frozenset[int]) -> _Found | None:
+    """Return the first Xid of these numbers; one that names an earlier Xid counts as that one."""
+    for at, xid in log.xids:
+        if (xid.caused_by or xid.xid) in numbers:
+            details = {"xid": str(xid.caused_by or xid.xid), "pci": xid.pci}
+            rank = log.rank_of_pid.get(str(xid.pid)) if xid.pid is not None else None
+            return _Found(at, details, rank)
+    return None
+
+
+_ECC = (re.compile(r"uncorrectable ECC error encountered"),)
+_ILLEGAL = (
+    re.compile(
+        r"CUDA error: (?P<error>an illegal memory access was encountered|misaligned address"
+        r"|an illegal instruction was encountered|operation not supported on global/shared address space)"
+    ),
+)
+
+
+def _hardware(log: _Log) -> _Found | None:
+    return _xid(log, HARDWARE) or _first(log, _ECC)
+
+
+def _program(log: _Log) -> _Found | None:
+    return (_first(log, _ILLEGAL) if log.failed else None) or _xid(log, PROGRAM)
+
+
+def _host_memory(log: _Log) -> _Found | None:
+    for match in re.finditer(r"Killed process \d", log.text):
+        line = log.line(match.start())
+        for pid, name in kernel_log.scan([line]).oom_kills:
+            size = re.search(r"anon-rss:(\d{1,15})kB", line)
+            details = {"pid": str(pid), "process": name, **({"rss": f"{int(size.group(1)) / 2**20:.1f} GiB"} if size else {})}
+            return _Found(match.start(), details, log.rank_of_pid.get(str(pid)))
+    return _first(log, _HOST_MEMORY)
+
+
+_HOST_MEMORY = (
+    re.compile(r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory).{0,80}"),
+    re.compile(r"(?:OSError|MemoryError|RuntimeError): \[Errno 12\] Cannot allocate memory"),
+    re.compile(r"^(?:\[rank\d+\]: )?(?:numpy\.\S*)?MemoryError\b", re.MULTILINE),
+    re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pid>\d+)[^)]{0,80}\) (?:is|are) killed by signal: Killed"),
+    re.compile(r"[Dd]etected \d+ oom[-_]kill event"),
+)
+
+_CONNECT = re.compile(
+    r"NCCL WARN .{0,80}?[Cc]onnect (?:to )?(?P<address>[0-9A-Fa-f.:%\w]{3,60}?)<(?P<port>\d{1,5})> (?:failed|returned)"
+    r".{0,20}?(?P<error>Connection timed out|No route to host|Connection refused|Network is unreachable|Host is unreachable)"
+)
+_CONNECT_OLD = re.compile(
+    r"NCCL WARN Call to connect (?:timeout|failed) ?:? (?P<error>Connection timed out|No route to host|Connection refused)"
+)
+_GLOO = re.compile(
+    r"(?:connectFullMesh failed|timed out connecting|SO_ERROR).{0,200}?"
+    r"(?P<error>Connection timed out|No route to host|timed out connecting)"
+    r"(?:.{0,80}?remote=\[(?P<address>[0-9a-fA-F.:]{3,45})\]:(?P<port>\d{1,5}))?"
+)
+
+
+_NO_SPACE = re.compile(r"(?:No space left on device|Disk quota exceeded)(?:: '(?P<path>/[^']{1,300})')?")
+_OF_SHM = re.compile(r"/dev/shm|shared memory|posix_fallocate|torch_shm|/torch_\d")
+
+
+def _disk_full(log: _Log) -> _Found | None:
+    """Return the first write that found no space, other than in /dev/shm: the errno is the same."""
+    for match in islice(_NO_SPACE.finditer(log.text), MOST_MATCHES):
+        if not _OF_SHM.search(log.line(match.start())):
+            return _Found(match.start(), {"path": match["path"]} if match["path"] else {})
+    return None
+
+
+def _storage_silent(log: _Log) -> _Found | None:
+    """Return the NFS server that stopped answering and did not come back."""
+    lines = [line for line in log.lines if "nfs: server" in line][:MOST_MATCHES]
+    server = next(iter(kernel_log.scan(lines).nfs_silent), None)
+    return None if server is None else _Found(log.text.find(f"nfs: server {server} not responding"), {"server": server})
+
+
+def _wrong_interface(log: _Log) -> _Found | None:
+    """Return the failed contact over an interface no peer is behind (lo, a container bridge, a VPN), or that there was none."""
+    none = _first(log, (re.compile(r"NCCL WARN (?:Bootstrap|NET/Socket) ?: [Nn]o socket interface found.{0,80}"),))
+    if none is not None or log.nccl is None:
+        return none
+    addresses: dict[str, set[str]] = {}
+    for match in nccl_log.debug_lines(log.lines):
+        for name, address in nccl_log.FOUND.findall(match["text"]) or re.findall(
+            r"Bootstrap ?: Using (\S{1,64}?):(\S{1,100}?)<", match["text"]
+        ):
+            addresses.setdefault(address, set()).add(name)
+    used = log.nccl.unfit_interfaces
+    for match in (*_CONNECT.finditer(log.text), *_CONNECT_OLD.finditer(log.text)):
+        address = match.groupdict().get("address")
+        over = addresses.get(address or "", set()) & used.keys()
+        first = next(iter(log.nccl.bootstrap), None)
+        name = next(iter(sorted(over)), first if address is None and first in used else None)
+        if name is not None:
+            told = {**log.nccl.bootstrap, **log.nccl.interfaces}.get(name, "")
+            return _Found(match.start(), {"interface": name, "address": address or told, "what": unfit(name) or ""})
+    return None
+
+
+def _firewall(log: _Log) -> _Found | None:
+    """Return the first contact that timed out: what refuses is a dead peer, what is silent is a firewall or a dead node."""
+    matches = [*_CONNECT.finditer(log.text), *_CONNECT_OLD.finditer(log.text), *_GLOO.finditer(log.text)]
+    silent = [match for match in matches if match["error"] not in ("Connection refused",)]
+    if not silent:
+        return None
+    first = min(silent, key=lambda match: match.start())
+    ports = dict.fromkeys(port for match in silent if (port := match.groupdict().get("port")))
+    details = {name: value for name, value in first.groupdict().items() if value}
+    return _Found(first.start(), {**details, **({"ports": ", ".join(list(ports)[:8])} if ports else {})})
+
+
+def _qp(log: _Log, *, link_local: bool, errors: str) -> _Found | None:
+    """Return the first queue pair that could not be connected, with this kind of GID and error."""
+    for match in re.finditer(r"NCCL WARN .{0,40}?ibv_modify_qp failed", log.text):
+        error = nccl_log.qp_error(log.line(match.start()))
+        if error is None or not re.search(errors, error.error) or (link_local and not error.link_local):
+            continue
+        details = {"error": error.error, "gid_index": error.gid_index, "gid": error.local_gid, "hca": error.hca}
+        forced = log.nccl.env.get("NCCL_IB_GID_INDEX") if log.nccl else None
+        known = {name: str(value) for name, value in details.items() if value is not None}
+        return _Found(match.start(), {**known, **({"forced": forced} if forced is not None else {})})
+    return None
+
+
+def _rdma_path(log: _Log) -> _Found | None:
+    asked = _qp(log, link_local=False, errors="timed out|Invalid argument|Remote I/O")
+    done = _first(log, (re.compile(r"NCCL WARN NET/IB ?: Got completion .{0,80}?(?:error |status[= ])(?P<status>12)\b"),))
+    return asked or done
+
+
+@dataclass(frozen=True, slots=True)
+class _Timeout:
+    """A collective a rank waited for in vain. `group`: its process group, "" where torch does not tell."""
+
+    at: int
+    rank: int
+    sequence: int
+    operation: str
+    group: str
+
+
+_WATCHDOG = re.compile(
+    r"\[Rank (?P<rank>\d{1,6})\] Watchdog caught collective operation timeout: "
+    r"WorkNCCL\((?:SeqNum|OpType)=.{0,200}?ran for \d+ milliseconds"
+)
+_STATUS = re.compile(
+    r"\[PG (?:ID )?(?P<group>\d{1,6})\b.{0,80}?Rank (?P<rank>\d{1,6})\]"
+    r".{0,120}?last completed (?:NCCL )?work: (?P<completed>-?\d{1,18})"
+)
+
+
+def _false_p2p(log: _Log) -> _Found | None:
+    """Return the hang of a false grant: GPUs of one node talk by peer access, and no collective of theirs ever completes."""
+    timeouts = log.timeouts
+    channels = log.nccl.channels if log.nccl else {}
+    transport = next((name for name in channels if name.startswith("P2P")), None)
+    if not timeouts or transport is None or any(name.startswith("NET/") for name in channels):
+        return None
+    completed = [int(match["completed"]) for match in _STATUS.finditer(log.text)]
+    if (
+        any(one.sequence > 1 for one in timeouts)
+        or len({one.operation for one in timeouts}) > 1
+        or any(work > 0 for work in completed)
+    ):
+        return None
+    return _Found(timeouts[0].at, {"transport": transport, "sequence": str(timeouts[0].sequence)})
+
+
+def _out_of_step(log: _Log) -> _Found | None:
+    """Return the ranks that waited in different collectives of one group."""
+    told = _first(log, (re.compile(r"Detected mismatch between collectives on ranks"),))
+    by_group: dict[str, list[_Timeout]] = {}
+    for one in log.timeouts:
+        by_group.setdefault(one.group, []).append(one)
+    for group in by_group.values():
+        where = Counter((one.sequence, one.operation) for one in group)
+        if len(where) < 2:
+            continue
+        (usual, _), *others = where.most_common()
+        odd = [one for one in group if (one.sequence, one.operation) != usual]
+        sure = len(others) == 1 and where[usual] > 1
+        details = {
+            "odd_ranks": ", ".join(str(one.rank) for one in odd[:8]),
+            "sequence": str(odd[0].sequence),
+            "odd_operation": odd[0].operation,
+            "operation": usual[1],
+        }
+        return _Found(odd[0].at, details, odd[0].rank if sure and len(odd) == 1 else None)
+    return told
+
+
+_LOSS = re.compile(
+    r"(?<![\w.])(?:train[_ ])?loss['\"]?\s{0,3}[:=]\s{0,3}['\"]?(?P<loss>[+-]?(?:nan|inf|\d[\d.]{0,20}(?:e[+-]?\d+)?))(?![\w])",
+    re.IGNORECASE,
+)
+_SCALE = re.compile(
+    r"Current loss scale already at minimum|Minimum loss scale reached \([\d.e-]+\)"
+    r"|[Ll]oss is (?:nan|NaN|inf), (?:stopping|aborting)"
+)
+
+
+def _nan_loss(log: _Log) -> _Found | None:
+    """Return where the loss left the numbers for good, or a trainer gave up for it: single steps that are skipped are normal."""
+    said = _SCALE.search(log.text)
+    first = None
+    for match in _LOSS.finditer(log.text):
+        lost = match["loss"].lower().lstrip("+-") in ("nan", "inf")
+        first = (first or match) if lost else None
+    places = [match.start() for match in (said, first) if match is not None]
+    if not places:
+        return None
+    precision = "fp16" if re.search(r"loss scale|OVERFLOW!", log.text) else None
+    return _Found(min(places), {"precision": precision} if precision else {})
+
+
+_RAISED = re.compile(
+    r"^(?P<prefix>(?:[A-Za-z][\w.\-]{0,62}: )?(?:\[rank\d+\]: ?)?)"
+    r"(?P<error>(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,60}(?:Error|Exception|Exhausted))(?P<said>: .{0,300}|)$",
+    re.MULTILINE,
+)
+_NOT_ITS_OWN = ("ChildFailedError", "DistBackendError", "CalledProcessError", "SignalException")
+
+
+def _raised(log: _Log) -> _Found | None:
+    """Return the first exception that nobody caught and that does not only say that a peer went."""
+    for match in islice(_RAISED.finditer(log.text), MOST_MATCHES):
+        line, number = match.group(), log.number(match.start())
+        if match["error"].rpartition(".")[2] in _NOT_ITS_OWN or CONSEQUENCE.search(line) or NOISE.search(line):
+            continue
+        near = log.first_failure is not None and abs(number - log.first_failure) <= AROUND_FAILURE
+        if ("[rank" in match["prefix"] or near or number == log.last_exception) and log.has_traceback(number):
+            return _Found(match.start(), {"error": f"{match['error'].rpartition('.')[2]}{match['said']}"[:200]})
+    return None
+
+
+_KILLED = re.compile(
+    r"failed \(exitcode: -(?P<a>\d{1,2})\) local_rank: (?P<local>\d+)|exits with return code = -(?P<b>\d{1,2})\b"
+    r"|Signal (?P<c>\d{1,2}) \(SIG\w+\) received by PID|died with <Signals\.SIG\w+: (?P<d>\d{1,2})>"
+)
+
+
+def _killed(log: _Log) -> _Found | None:
+    """Return the first rank a signal ended, other than what follows from a failure: ABRT (a watchdog), TERM (the launcher)."""
+    for match in _KILLED.finditer(log.text):
+        number = int(next(group for name, group in match.groupdict().items() if group and name != "local"))
+        if number not in (6, 15):
+            line = log.line(match.start())
+            block = next((one for one in log.blocks if int(one["code"]) == -number), None)
+            rank, node = (int(block["rank"]), block["host"]) if block is not None else (log.rank(line), None)
+            return _Found(match.start(), {"signal": SIGNALS.get(number, f"signal {number}")}, rank, node)
+    return None
+
+
+def _timed_out(log: _Log) -> _Found | None:
+    timeouts = log.timeouts
+    if not timeouts:
+        return None
+    ranks = [one.rank for one in timeouts]
+    world = log.nccl.nranks if log.nccl else None
+    silent = sorted(set(range(world)) - set(ranks)) if world and world <= MOST_MATCHES and len(ranks) > 1 else []
+    first = timeouts[0]
+    details = {"operation": first.operation, "sequence": str(first.sequence), "ranks": ", ".join(map(str, sorted(ranks)[:16]))}
+    return _Found(first.at, {**details, **({"silent": ", ".join(map(str, silent[:8]))} if silent else {})})
+
+
+_PEER = re.compile(
+    r"(?:ncclRemoteError|remote process exited or there was a network error|Connection (?:closed|reset) by (?:remote )?peer"
+    r"|NCCL communicator was aborted|Broken pipe|failed to recv, got 0 bytes|Timed out waiting \d+ms for (?:recv|send))"
+)
+
+
+def _left_alone(log: _Log) -> Iterator[int]:
+    """Yield the ranks that say their peer went."""
+    for match in islice(_PEER.finditer(log.text), MOST_MATCHES):
+        rank = log.rank(log.line(match.start()))
+        if rank is not None:
+            yield rank
+
+
+def _peer_gone(log: _Log) -> _Found | None:
+    match = _PEER.search(log.text)
+    return None if match is None else _Found(match.start(), rank=log.rank(log.line(match.start())))
+
+
+def _nccl_error(log: _Log) -> _Found | None:
+    """Return NCCL's first warning that is no consequence, else torch's words about NCCL."""
+    for match in nccl_log.debug_lines(log.lines if "NCCL WARN" in log.text else ()):
+        if match["level"] == "WARN" and match["text"].strip() and not CONSEQUENCE.search(match["text"]):
+            return _Found(log.text.find(match.group()), {"error": match["text"].strip()[:200]})
+    return _first(
+        log,
+        (
+            re.compile(
+                r"NCCL error in: .{1,200}?, (?P<error>unhandled (?:system|cuda) error|internal error|invalid (?:usage|argument))"
+            ),
+        ),
+    )
+
+
+# --------------------------------------------------------------------------- the registry
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One known cause.
+
+    `find`: patterns, whose named groups become details, or a function of the log. `summary`: templates, the first whose names
+    are all known is used, so the last has none. `fix`: templates; one whose names are not known is left out. `explains`: kinds
+    that only follow from it; `explains_after`: when they come later in the log, too. `needs_failure`: means nothing in a log
+    without a mark of failure: it may have been survived. `of_a_rank`: torchrun's first failed rank is the one it happened to.
+    `source`: where it was seen.
+    """
+
+    kind: str
+    find: tuple[re.Pattern[str], ...] | Callable[[_Log], _Found | None]
+    summary: tuple[str, ...]
+    fix: tuple[str, ...]
+    source: str
+    explains: frozenset[str] = LATER
+    needs_failure: bool = False
+    of_a_rank: bool = True
+    explains_after: frozenset[str] = frozenset()
+
+    @property
+    def patterns(self) -> tuple[re.Pattern[str], ...]:
+        """The patterns, none when a function looks."""
+        return () if callable(self.find) else self.find
+
+
+def _words(*patterns: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(re.compile(pattern, re.MULTILINE) for pattern in patterns)
+
+
+_SIZE = r"[\d.]{1,12} (?:bytes|[KMGT]iB)"
+_PREFLIGHT = "r4090c preflight --nodes {node}"
+
+CAUSES: tuple[Cause, ...] = (
+    Cause(
+        "gpu-fallen-off-bus",
+        _fallen,
+        (
+            "the GPU at {pci} (GPU {gpu}) fell off the PCIe bus",
+            "the GPU at {pci} fell off the PCIe bus",
+            "a GPU fell off the PCIe bus",
+        ),
+        (
+            "reseat the card, its riser and its power cables; another riser or slot tells which of them it is",
+            "reboot the node: the driver cannot bring the card back",
+            "lower the power limit (nvidia-smi -pl 350): a power supply at its edge shows like this",
+            _PREFLIGHT,
+        ),
+        "Xid 79, NVIDIA Xid catalogue",
+        LATER | {"gpu-hardware-fault", "cuda-launch-failure", "cuda-illegal-access", "cuda-assert", "gpu-not-found"},
+    ),
+    Cause(
+        "gpu-hardware-fault",
+        _hardware,
+        ("the GPU at {pci} had a hardware fault (Xid {xid})", "a GPU had an uncorrectable memory error"),
+        (
+            "reboot the node, or reset the card: nvidia-smi --gpu-reset -i INDEX with no program on it",
+            "when it comes back on the same card: replace the card",
+            _PREFLIGHT,
+        ),
+        "NVIDIA Xid catalogue",
+        LATER | {"cuda-launch-failure", "cuda-illegal-access"},
+    ),
+    Cause(
+        "host-out-of-memory",
+        _host_memory,
+        (
+            "the kernel of {node} killed {process} (pid {pid}, {rss}): the host's memory was used up, not the GPU's",
+            "the kernel killed {process} (pid {pid}): the host's memory was used up, not the GPU's",
+            "the host's memory was used up, not the GPU's",
+        ),
+        (
+            "offload less to host RAM (an offloaded optimizer takes about 18 bytes a parameter, divided among the nodes)",
+            "add host RAM or swap",
+            "fewer workers of the data loader, a smaller prefetch",
+            "r4090c plan RECIPE tells the host memory before a run",
+        ),
+        "kernel OOM killer; DeepSpeed offload",
+    ),
+    Cause(
+        "cuda-out-of-memory",
+        _words(
+            rf"CUDA out of memory\. Tried to allocate (?P<tried>{_SIZE})\. GPU (?P<gpu>\d+) has a total capacity of"
+            rf" (?P<total>{_SIZE}) of which (?P<free>{_SIZE}) is free"
+            rf"(?:.*?Of the allocated memory (?P<allocated>{_SIZE}) is allocated by PyTorch,"
+            rf" and (?P<reserved>{_SIZE}) is reserved)?",
+            rf"CUDA out of memory\. Tried to allocate (?P<tried>{_SIZE}) \(GPU (?P<gpu>\d+); (?P<total>{_SIZE}) total capacity;"
+            rf" (?P<allocated>{_SIZE}) already allocated; (?P<free>{_SIZE}) free",
+            r"(?:OutOfMemoryError|RuntimeError): CUDA (?:out of memory|error: out of memory)",
+            r"CUBLAS_STATUS_ALLOC_FAILED|[Cc]uda failure (?:2 )?'out of memory'",
+        ),
+        (
+            "rank {rank} ran out of GPU memory on GPU {gpu}: it asked for {tried}, {free} of {total} were free",
+            "GPU {gpu} ran out of memory: {tried} were asked for, {free} of {total} were free",
+            "a GPU ran out of memory",
+        ),
+        (
+            "a smaller micro batch, with gradient accumulation",
+            "gradient checkpointing; a chunked cross-entropy where the logits are the peak",
+            "a higher ZeRO stage or offload; r4090c plan RECIPE tells what fits in 24 GB",
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True when much is reserved and not allocated",
+        ),
+        "torch.OutOfMemoryError, both wordings",
+        needs_failure=True,
+    ),
+    Cause(
+        "dev-shm-too-small",
+        _words(
+            r"NCCL WARN .{0,40}failed to extend (?P<path>/dev/shm)/\S+ to (?P<needed>\d+) bytes",
+            r"NCCL WARN .{0,60}shared memory segment (?P<path>/dev/shm)/\S+ \(size (?P<needed>\d+)\)",
+            r"posix_fallocate failed ?: No space left on device",
+            r"unable to (?:open|write to|allocate) (?:shared memory|file </torch_).{0,120}No space left on device",
+            r"out of shared memory|killed by signal: Bus error",
+            r"No space left on device(?: \(28\))?:? '?(?P<path>/dev/shm)/",
+        ),
+        ("/dev/shm is too small: {needed} bytes more were asked for", "/dev/shm is too small"),
+        (
+            "in a container: --shm-size=16g, or --ipc=host",
+            "on the node: mount -o remount,size=16G /dev/shm",
+            "rm -f /dev/shm/nccl-* left by dead processes, when no run is on",
+            _PREFLIGHT,
+        ),
+        "NCCL issues 290, 342, 525, 1518",
+    ),
+    Cause(
+        "disk-full",
+        _disk_full,
+        ("no space was left for {path}", "a disk was full, or a quota used up"),
+        ("free space on that disk (df -h, df -i), or write the checkpoint elsewhere", "keep fewer checkpoints", _PREFLIGHT),
+        "errno 28 and 122; torch writes it as `unexpected pos`",
+        needs_failure=True,
+    ),
+    Cause(
+        "checkpoint-not-written",
+        _words(r"enforce fail at inline_container\.cc.{0,40}unexpected pos", r"PytorchStreamWriter failed writing file"),
+        ("a file of a checkpoint could not be written whole",),
+        ("look whether the disk is full or its quota used up (df -h, quota)", "look at the storage: r4090c preflight"),
+        "torch's serialization",
+        COMMUNICATION | {"rank-failed", "rank-killed"},
+        needs_failure=True,
+    ),
+    Cause(
+        "storage-silent",
+        _storage_silent,
+        ("the NFS server {server} stopped answering",),
+        ("look at the server and the way to it", "r4090c preflight"),
+        "kernel NFS client",
+        LATER | {"storage-failed"},
+    ),
+    Cause(
+        "storage-failed",
+        _words(
+            r"\[Errno (?:116|5|30|107)\] (?P<error>Stale file handle|Input/output error|Read-only file system"
+            r"|Transport endpoint is not connected)(?:: '(?P<path>/[^']{1,300})')?",
+        ),
+        ("{error} on {path}", "the storage failed: {error}"),
+        ("mount it anew (umount -l, mount), after the server exports it again", "r4090c preflight"),
+        "errno 5, 30, 107, 116",
+        needs_failure=True,
+    ),
+    Cause(
+        "no-permission",
+        _words(r"PermissionError: \[Errno 13\] Permission denied: '(?P<path>/[^']{1,300})'"),
+        ("this account may not write or read {path}", "this account lacks a permission"),
+        ("chown or chmod it for the training user; over NFS root is mapped to nobody (root_squash)", _PREFLIGHT),
+        "errno 13",
+        needs_failure=True,
+    ),
+    Cause(
+        "port-taken",
+        _words(
+            r"failed to bind to \S*:(?P<port>\d{2,5}) \(errno: 98",
+            r"(?:\bport: (?P<port>\d{2,5}), .{0,80}?)?(?:EADDRINUSE|[Aa]ddress already in use)",
+        ),
+        (
+            "port {port}, where the ranks meet, was taken by another process",
+            "the port where the ranks meet was taken by another process",
+        ),
+        (
+            "an old process of an earlier job may hold it: ss -ltnp | grep {port}; kill it by its pid",
+            "another port: --master_port (torchrun: --master-port)",
+        ),
+        "errno 98; as launch.diagnose names it",
+        of_a_rank=False,
+    ),
+    Cause(
+        "name-not-resolved",
+        _words(
+            r"IPv4 network addresses of \((?P<name>[^,()]{1,255}), ?\d+\) cannot be retrieved \(gai error",
+            r"ssh: Could not resolve hostname (?P<name>\S{1,255}):",
+            r"socket\.gaierror: \[Errno -\d+\]|Call to getaddrinfo .{0,40}failed",
+        ),
+        ("the name {name} does not resolve", "a node's name does not resolve"),
+        ("put every node's name into /etc/hosts of every node, with its address on the data network", "r4090c preflight"),
+        "pytorch issues 150532, 73656",
+        LATER | {"peers-did-not-join", "master-unreachable"},
+        of_a_rank=False,
+        needs_failure=True,
+    ),
+    Cause(
+        "wrong-network-interface",
+        _wrong_interface,
+        (
+            "NCCL talked over {interface} ({what}, {address}): no other node is behind it",
+            "NCCL found no interface by that name on {node}",
+            "NCCL found no network interface it may use",
+        ),
+        ("NCCL_SOCKET_IFNAME==IFACE with the node's own interface on the data network, exact with =", "r4090c preflight"),
+        "horovod 584, 700; NCCL 286, 1581, 1637",
+        LATER | {"firewall-blocks-ports", "peers-did-not-join"},
+    ),
+    Cause(
+        "firewall-blocks-ports",
+        _firewall,
+        (
+            "{node} could not reach {address} at the random ports {ports}: {error}",
+            "a node could not reach {address} at port {port}: {error}",
+            "a node could not reach another one: {error}",
+        ),
+        (
+            "open all TCP ports between the nodes in their firewalls, NCCL takes random ones: ufw allow from SUBNET",
+            "r4090c preflight tries ports between all nodes",
+        ),
+        "nccl-tests 15, ColossalAI 4343",
+        LATER | {"peers-did-not-join"},
+        of_a_rank=False,
+    ),
+    Cause(
+        "roce-wrong-gid",
+        lambda log: _qp(log, link_local=True, errors=""),
+        (
+            "NCCL_IB_GID_INDEX={forced} forces GID {gid} of {hca}, a link-local address that reaches no other node",
+            "GID index {gid_index} of {hca} is {gid}, a link-local address that reaches no other node",
+            "a link-local GID was used, which reaches no other node",
+        ),
+        (
+            "unset NCCL_IB_GID_INDEX: NCCL >= 2.21 finds the right GID by itself",
+            "with an older NCCL set it to the RoCE v2 entry with the IPv4 address (show_gids), on each node its own",
+            "give the RoCE interface an IPv4 address where there is no such entry",
+        ),
+        "NCCL 426, 769",
+    ),
+    Cause(
+        "rdma-no-route",
+        lambda log: _qp(log, link_local=False, errors="Network is unreachable|No route to host"),
+        ("no route from the RoCE interface of {hca} to its peer", "no route from a RoCE interface to its peer"),
+        ("give the RoCE interface an address in the peers' subnet, or a route: ip route get PEER", "r4090c preflight"),
+        "nccl-tests 185",
+    ),
+    Cause(
+        "hca-missing",
+        lambda log: (
+            _qp(log, link_local=False, errors="No such device") or _first(log, _words(r"NCCL WARN .{0,40}NCCL_IB_HCA.{0,80}"))
+        ),
+        ("the RDMA device {hca} is not there", "an RDMA device NCCL was told to use is not there"),
+        ("NCCL_IB_HCA must name devices of that node that are ACTIVE, exact with =: ibv_devinfo", "r4090c preflight"),
+        "NCCL 925",
+    ),
+    Cause(
+        "rdma-path-broken",
+        _rdma_path,
+        (
+            "RDMA packets do not arrive (completion status {status}, retries used up)",
+            "the RDMA connection of {hca} timed out: {error}",
+            "RDMA packets do not arrive",
+        ),
+        (
+            "ib_write_bw with the same GID index between the two nodes: it must work before NCCL can",
+            "check GID (NCCL_IB_GID_INDEX), MTU, VLAN and PFC on both ends and the switch",
+        ),
+        "NCCL 426, perftest status 12",
+        frozenset({"nccl-error", "collective-timeout", "peer-gone"}),
+        needs_failure=True,
+    ),
+    Cause(
+        "memlock-too-low",
+        _words(r"NCCL WARN .{0,40}ibv_(?:reg_mr|create_cq|create_qp)\w* failed with error.{0,20}Cannot allocate memory"),
+        ("memory could not be locked for RDMA: the limit memlock is too low",),
+        ("ulimit -l unlimited for the training user (/etc/security/limits.d), also for non-interactive logins", _PREFLIGHT),
+        "NCCL documentation, RDMA",
+    ),
+    Cause(
+        "too-many-open-files",
+        _words(r"\[Errno 24\] Too many open files|NCCL WARN .{0,80}Too many open files|received 0 items of ancdata"),
+        ("the limit of open files was reached",),
+        ("ulimit -n 1048576 for the training user (/etc/security/limits.d)", _PREFLIGHT),
+        "errno 24; torch's data loader",
+        needs_failure=True,
+    ),
+    Cause(
+        "master-unreachable",
+        _words(
+            r"client socket has timed out after \d+ ?m?s(?:econds)? while trying to connect to "
+            r"\((?P<address>[^,()]{1,255}), ?(?P<port>\d+)\)"
+        ),
+        ("{address}:{port}, where the ranks meet, did not answer", "the node where the ranks meet did not answer"),
+        (
+            "is the job started on {address}, and is that its address on the data network?",
+            "nc -vz {address} {port} from every node; open it in the firewall",
+            "r4090c preflight",
+        ),
+        "ColossalAI 4343",
+        of_a_rank=False,
+    ),
+    Cause(
+        "peers-did-not-join",
+        _words(
+            r"Timed out after \d+ seconds waiting for (?:clients|workers)\. (?P<joined>\d+/\d+) (?:clients|workers) joined",
+            r"RendezvousTimeoutError|RendezvousConnectionError",
+        ),
+        ("only {joined} took part in the rendezvous in time", "not all nodes took part in the rendezvous in time"),
+        (
+            "start it on the missing nodes as well, with the same master address and port",
+            "r4090c preflight tries names and ports",
+        ),
+        "torch DistStoreError",
+        of_a_rank=False,
+    ),
+    Cause(
+        "ssh-refused",
+        _words(
+            r"Command '.{0,20}ssh .{0,200}hostname.{0,20}' returned non-zero exit status 255",
+            r"(?<![\w.@\-])(?P<host>[\w.@\-]{1,255}): Permission denied \((?:publickey|gssapi)",
+            r"^(?:\S{1,64}: )?Host key verification failed",
+            r"ssh: connect to host (?P<host>\S{1,255}) port \d+: .{1,60}",
+        ),
+        ("ssh to {host} was refused", "ssh between the nodes was refused"),
+        (
+            "every node must reach every node by ssh without a password, the first one itself as well",
+            "r4090c provision",
+            "r4090c preflight",
+        ),
+        "DeepSpeed 4907, 579",
+        of_a_rank=False,
+    ),
+    Cause(
+        "rtx40-refused",
+        _words(r"Using RTX 4000 series doesn't support faster communication broadband via P2P or IB"),
+        ("accelerate refused to start: the driver is older than 550.40.07 and neither P2P nor IB is stated",),
+        (
+            "a driver >= 550.40.07",
+            "or state both variables: NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=0 (0 keeps RoCE; only their presence is looked at)",
+        ),
+        "accelerate pull request 2195",
+    ),
+    Cause(
+        "p2p-mapping-failed",
+        _words(r"mapping of buffer object failed|cudaErrorMapBufferObjectFailed"),
+        ("peer access could not map the other GPU's memory: its BAR1 is too small",),
+        ("NCCL_P2P_DISABLE=1", "or in the BIOS: Above 4G Decoding and Resizable BAR, then nvidia-smi -q shows BAR1 >= 32 GiB"),
+        "tinygrad/open-gpu-kernel-modules 42, 44",
+    ),
+    Cause(
+        "duplicate-gpu",
+        _words(r"Duplicate GPU detected ?: rank (?P<one>\d+) and rank (?P<other>\d+) both on CUDA device (?P<pci>\w+)"),
+        ("ranks {one} and {other} were given the same GPU", "two ranks were given the same GPU"),
+        ("set the device from LOCAL_RANK (torch.cuda.set_device), and check CUDA_VISIBLE_DEVICES",),
+        "NCCL invalid usage",
+    ),
+    Cause(
+        "gpu-not-found",
+        _words(r"CUDA error: invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device is detected"),
+        ("a rank found no GPU of its own",),
+        ("are there as many GPUs as ranks on the node? nvidia-smi -L; CUDA_VISIBLE_DEVICES", _PREFLIGHT),
+        "CUDA runtime",
+        needs_failure=True,
+    ),
+    Cause(
+        "driver-mismatch",
+        _words(r"Driver/library version mismatch"),
+        ("the loaded NVIDIA kernel module and the installed library differ",),
+        ("reboot the node, or reload the module: rmmod nvidia_uvm nvidia && modprobe nvidia", _PREFLIGHT),
+        "NVML",
+        LATER | {"gpu-not-found"},
+    ),
+    Cause(
+        "driver-too-old",
+        _words(
+            r"CUDA driver version is insufficient for CUDA runtime version|The NVIDIA driver on your system is too old"
+            r"|forward compatibility was attempted on non supported HW"
+        ),
+        ("the NVIDIA driver is too old for this CUDA runtime",),
+        ("a newer driver, or a torch built for an older CUDA", _PREFLIGHT),
+        "CUDA runtime",
+        LATER | {"gpu-not-found"},
+    ),
+    Cause(
+        "torch-without-this-gpu",
+        _words(r"CUDA error: no kernel image is available for execution on the device"),
+        ("this torch, or an extension, was not built for this GPU (sm_89)",),
+        ("a torch whose torch.cuda.get_arch_list() has sm_89; extensions built anew with TORCH_CUDA_ARCH_LIST=8.9",),
+        "CUDA runtime",
+        needs_failure=True,
+    ),
+    Cause(
+        "cuda-assert",
+        _words(r"CUDA error: device-side assert triggered", r"Assertion `.{1,80}` failed\.$"),
+        ("an index was out of range on a GPU of rank {rank}", "an index was out of range on a GPU"),
+        (
+            "token ids, labels or positions beyond the model's size: compare the tokenizer's length with the embedding's",
+            "CUDA_LAUNCH_BLOCKING=1 shows the line",
+        ),
+        "CUDA device-side assert",
+        LATER | {"cuda-launch-failure"},
+        needs_failure=True,
+    ),
+    Cause(
+        "cuda-illegal-access",
+        _program,
+        (
+            "a program on the GPU at {pci} touched memory it does not own (Xid {xid})",
+            "a program on a GPU of rank {rank} touched memory it does not own",
+            "a program on a GPU touched memory it does not own",
+        ),
+        (
+            "CUDA_LAUNCH_BLOCKING=1 shows the line; a kernel of an extension is the likeliest",
+            "when it is always the same card: look at its kernel log for other Xids, exchange it with another",
+        ),
+        "Xid 13 and 31, CUDA error 700",
+        LATER | {"cuda-launch-failure"},
+    ),
+    Cause(
+        "cuda-launch-failure",
+        _words(r"CUDA error: (?P<error>unspecified launch failure|unknown error|the launch timed out and was terminated)"),
+        ("a GPU of rank {rank} stopped working: {error}", "a GPU stopped working: {error}"),
+        ("look for an Xid at that time: dmesg -T | grep -i xid", _PREFLIGHT),
+        "CUDA error 719, 999",
+    ),
+    Cause(
+        "nccl-version-mismatch",
+        _words(r"Mismatched NCCL version detected.{0,120}"),
+        ("the nodes have different versions of NCCL",),
+        ("the same Python environment on all nodes: r4090c provision", "r4090c preflight"),
+        "NCCL bootstrap",
+    ),
+    Cause(
+        "batch-size-mismatch",
+        _words(r"train_batch_size is not equal to micro_batch_per_gpu \* gradient_acc_step \* world_size"),
+        ("the batch sizes of the DeepSpeed configuration do not fit the number of ranks",),
+        (
+            "is the number of ranks the one you meant? a missing hostfile starts on one node only, silently",
+            "set train_batch_size to auto",
+        ),
+        "accelerate 1795",
+    ),
+    Cause(
+        "checkpoint-other-world-size",
+        _words(r"checkpoint being loaded used a DP world size of (?P<then>\d+) but the current world size is (?P<now>\d+)"),
+        (
+            "the checkpoint is of {then} ranks, the run has {now}: ZeRO cannot load it",
+            "the checkpoint is of another number of ranks",
+        ),
+        ("the same number of ranks, or turn it into a universal checkpoint: python -m deepspeed.checkpoint.ds_to_universal",),
+        "DeepSpeed ZeRO",
+    ),
+    Cause(
+        "cuda-toolkit-mismatch",
+        _words(r"CUDAMismatchException|Installed CUDA version \S+ does not match the version torch was compiled with"),
+        ("the CUDA toolkit on the node is of another version than torch's",),
+        (
+            "a toolkit of torch's version (nvcc --version), CUDA_HOME set to it",
+            "or an optimizer that compiles nothing: torch_adam",
+        ),
+        "DeepSpeed op builder",
+        needs_failure=True,
+    ),
+    Cause(
+        "compiler-missing",
+        _words(
+            r"CUDA_HOME (?:environment variable is not set|does not exist)|Ninja is required to load C\+\+ extensions"
+            r"|Error building extension '(?P<name>\w+)'"
+        ),
+        ("the extension {name} could not be compiled", "an extension of torch or DeepSpeed could not be compiled"),
+        ("install nvcc of torch's CUDA version, g++ and ninja on every node", _PREFLIGHT),
+        "DeepSpeed op builder",
+        needs_failure=True,
+    ),
+    Cause(
+        "launcher-missing",
+        _words(r"launcher '(?P<name>\w+)' not installed"),
+        ("the launcher {name} is not installed", "the launcher is not installed"),
+        ("install it on the node you start from, or start with r4090c launch, which needs none",),
+        "DeepSpeed 1603",
+    ),
+    Cause(
+        "module-missing",
+        _words(r"ModuleNotFoundError: No module named '(?P<name>[\w.]{1,100})'"),
+        (
+            "the Python module {name} is not installed on {node}",
+            "the Python module {name} is not installed",
+            "a Python module is not installed",
+        ),
+        ("the same Python environment on all nodes: r4090c provision", "pip install the package that has {name}, on every node"),
+        "Python",
+        needs_failure=True,
+    ),
+    Cause(
+        "stopped",
+        _words(
+            r"SignalException: Process \d+ got signal: (?P<signal>\d+)",
+            r"(?P<signal>CANCELLED AT .{0,40}(?:DUE TO TIME LIMIT)?)",
+            r"^(?:\[rank\d+\]: ?)?KeyboardInterrupt$",
+        ),
+        ("the run was ended from outside (signal {signal})", "the run was ended from outside"),
+        ("signal 1 is a closed terminal: start it detached (r4090c launch, tmux, nohup)",),
+        "torchrun, Slurm; as launch.diagnose names it",
+        frozenset(),
+        of_a_rank=False,
+        explains_after=LATER,
+        needs_failure=True,
+    ),
+    Cause(
+        "false-p2p-grant",
+        _false_p2p,
+        (
+            "the GPUs talk by peer access ({transport}) and no collective completes: the driver grants P2P that does not work",
+            "the driver grants P2P that does not work",
+        ),
+        (
+            "NCCL_P2P_DISABLE=1 (leave NCCL_SHM_DISABLE alone)",
+            "a driver that does not grant P2P on this card, or IOMMU and ACS off where a patched one is meant",
+        ),
+        "nccl-tests 117, NCCL 631, club-3090",
+        COMMUNICATION | {"ranks-out-of-step", "rank-killed"},
+        of_a_rank=False,
+    ),
+    Cause(
+        "ranks-out-of-step",
+        _out_of_step,
+        (
+            "rank {rank} left the loop, or took another branch: at number {sequence} it called {odd_operation}, the others"
+            " {operation}",
+            "ranks {odd_ranks} were in another collective than the others ({odd_operation}, they in {operation})",
+            "the ranks called different collectives",
+        ),
+        (
+            "give every rank the same number of batches: drop_last=True, or an even split of the data",
+            "torch's Join context where the numbers must differ",
+            "no collective (saving, logging, evaluation) inside `if rank == 0`",
+        ),
+        "DeepSpeed 6705",
+        COMMUNICATION | {"rank-killed"},
+        of_a_rank=False,
+    ),
+    Cause(
+        "nan-loss",
+        _nan_loss,
+        ("the loss left the numbers (NaN or infinity) in {precision}", "the loss left the numbers (NaN or infinity)"),
+        (
+            "bf16 instead of fp16: the 4090 has it",
+            "a lower learning rate, a longer warmup, gradient clipping",
+            "look at the data of the step before",
+        ),
+        "DeepSpeed loss scaler",
+        DEATHS | COMMUNICATION,
+        of_a_rank=False,
+    ),
+    Cause(
+        "rank-failed",
+        _raised,
+        ("rank {rank} failed: {error}", "a process failed: {error}"),
+        ("read the traceback of rank {rank}", "read the traceback above that line"),
+        "Python; as launch.diagnose names it",
+        COMMUNICATION | {"rank-killed"},
+        explains_after=INFERRED,
+    ),
+    Cause(
+        "rank-killed",
+        _killed,
+        ("rank {rank} on {node} was killed by {signal}", "a rank was killed by {signal}"),
+        ("the kernel log tells whether it was for want of memory: journalctl -k -n 50", _PREFLIGHT),
+        "torchrun, DeepSpeed",
+        COMMUNICATION,
+        needs_failure=True,
+    ),
+    Cause(
+        "nccl-error",
+        _nccl_error,
+        ("NCCL failed: {error}",),
+        ("run with NCCL_DEBUG=INFO: its first WARN is the cause", "r4090c preflight"),
+        "NCCL",
+        frozenset({"peer-gone", "collective-timeout"}),
+        needs_failure=True,
+    ),
+    Cause(
+        "collective-timeout",
+        _timed_out,
+        (
+            "ranks {ranks} waited in vain for rank {silent} in {operation} (number {sequence})",
+            "ranks {ranks} waited in vain in {operation} (number {sequence}); which one kept them waiting the log does not tell",
+        ),
+        (
+            "which rank is stuck: py-spy dump on each, or NCCL's RAS (echo status | nc localhost 28028)",
+            "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 tells more the next time",
+        ),
+        "torch ProcessGroupNCCL",
+        frozenset({"peer-gone"}),
+        needs_failure=True,
+        of_a_rank=False,
+    ),
+    Cause(
+        "peer-gone",
+        _peer_gone,
+        ("a peer of rank {rank} went first: this log does not tell why", "a peer went first: this log does not tell why"),
+        ("look into the logs of the other ranks and nodes for the first error",),
+        "launch.diagnose.CONSEQUENCE",
+        frozenset(),
+        needs_failure=True,
+        of_a_rank=False,
+    ),
+)
+"""Every known cause. The order means nothing: `explains` and the place in the log decide."""
+_BY_KIND: Mapping[str, Cause] = {cause.kind: cause for cause in CAUSES}

@@ -1,0 +1,316 @@
+"""The first cause in a log: recorded shapes of failures, the causes people reported, and logs that have none."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from launch import diagnose_log
+from launch.diagnose_log import CAUSES, WORDS, LogCause, diagnose
+from r4090c.cli.common import to_jsonable
+
+FIXTURES = sorted((Path(__file__).parent / "fixtures" / "diagnose").glob("*.log"))
+KIND = {
+    "port_in_use": "port-taken",
+    "cuda_out_of_memory": "cuda-out-of-memory",
+    "dev_shm_too_small": "dev-shm-too-small",
+    "disk_full": "disk-full",
+    "false_p2p_grant": "false-p2p-grant",
+    "firewall_blocks_random_ports": "firewall-blocks-ports",
+    "host_out_of_memory": "host-out-of-memory",
+    "nan_loss": "nan-loss",
+    "roce_wrong_gid": "roce-wrong-gid",
+    "ranks_out_of_step": "ranks-out-of-step",
+    "wrong_network_interface": "wrong-network-interface",
+    "gpu_fallen_off_bus": "gpu-fallen-off-bus",
+}
+"""Neutral name in the fixtures -> kind."""
+
+
+def expected(file: Path) -> dict[str, Any]:
+    expect: dict[str, Any] = json.loads(file.with_suffix(".expect.json").read_text())
+    return expect
+
+
+def gib(text: str) -> float:
+    number, unit = text.split()
+    return float(number) / {"MiB": 1024, "GiB": 1}[unit]
+
+
+def of(text: str) -> LogCause:
+    cause = diagnose(text)
+    assert cause is not None
+    return cause
+
+
+@pytest.mark.parametrize("file", FIXTURES, ids=lambda file: file.stem)
+def test_fixture(file: Path) -> None:
+    expect, text = expected(file), file.read_text()
+    cause = of(text)
+    assert cause.kind == KIND[expect["root_cause"]]
+    assert text.split("\n")[cause.line_number - 1].strip().startswith(cause.evidence)
+    advice = " ".join(cause.fix).lower()
+    assert any(word.lower() in advice for word in expect["fix_any"])
+    details = cause.details
+    for key, told in {
+        "rank": cause.rank,
+        "odd_rank": cause.rank,
+        "first_error_rank": cause.rank,
+        "gpu": cause.gpu,
+        "host": cause.node,
+        "first_error_host": cause.node,
+        "interface": details.get("interface"),
+        "transport": details.get("transport"),
+        "pci": details.get("pci"),
+        "op_of_odd_rank": details.get("odd_operation"),
+        "op_of_others": details.get("operation"),
+    }.items():
+        if key in expect:
+            assert told == expect[key], key
+    for key in ("port", "xid", "gid_index", "pid"):
+        if key in expect:
+            assert details[key] == str(expect[key])
+    if "seq_num" in expect:
+        assert details["sequence"] == str(expect["seq_num"])
+    if "path" in expect:
+        assert details["path"].startswith(expect["path"])
+    if "ports" in expect:
+        assert details["ports"] == ", ".join(map(str, expect["ports"]))
+    if "tried_mib" in expect:
+        assert gib(details["tried"]) * 1024 == pytest.approx(expect["tried_mib"])
+        assert gib(details["free"]) == expect["free_gib"]
+        assert gib(details["total"]) == expect["total_gib"]
+    if "peer" in expect or "address" in expect:
+        assert details["address"] == expect.get("peer", expect.get("address"))
+    for rank in expect.get("consequence_ranks", ()):
+        assert any(re.search(rf"rank.*\b{rank}\b", line) for line in cause.consequences)
+    for xid in expect.get("secondary_xids", ()):
+        assert any(f"Xid {xid} " in line for line in cause.consequences)
+    assert not {KIND.get(kind, kind) for kind in expect.get("not_causes", ())} & {cause.kind}
+
+
+# --------------------------------------------------------------------------- what people reported
+
+TORCHRUN = """W1014 09:03:15.047000 4089 torch/distributed/elastic/api.py:897] Sending process 4121 closing signal SIGTERM
+E1014 09:03:15.090000 4089 torch/distributed/elastic/api.py:869] failed (exitcode: 1) local_rank: 0 (pid: 4120) of binary: python
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+RANK0 = '[rank0]: Traceback (most recent call last):\n[rank0]:   File "train.py", line 3, in <module>\n[rank0]: {}\n'
+
+REPORTED: list[dict[str, Any]] = json.loads((Path(__file__).parent / "cases" / "diagnose_log.json").read_text())
+"""Our own short logs in the shapes of public issue threads: the kind, and a word of the advice."""
+
+
+@pytest.mark.parametrize("case", REPORTED, ids=[f"{number}-{case['kind']}" for number, case in enumerate(REPORTED)])
+def test_reported(case: dict[str, Any]) -> None:
+    cause = of("\n".join(case["log"]) + "\n")
+    assert cause.kind == case["kind"], cause
+    assert case["fix"] in " ".join(cause.fix)
+    assert "{" not in cause.summary + "".join(cause.fix)
+
+
+def test_every_cause_has_a_log() -> None:
+    shown = {KIND[expected(file)["root_cause"]] for file in FIXTURES} | {case["kind"] for case in REPORTED}
+    assert {cause.kind for cause in CAUSES} - shown == {"collective-timeout"}  # below
+
+
+WATCHDOG = (
+    "[rank{rank}]:[E1021 07:28:40.1 ProcessGroupNCCL.cpp:629] [Rank {rank}] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum={sequence}, OpType={operation}, NumelIn=9, NumelOut=9, Timeout(ms)=600000) ran for 600007 milliseconds\n"
+    "[rank{rank}]:[E1021 07:28:40.1 ProcessGroupNCCL.cpp:2271] [PG ID {group} PG GUID {group} Rank {rank}]  failure detected by "
+    "watchdog at work sequence id: {sequence} PG status: last enqueued work: {sequence}, last completed work: {completed}\n"
+)
+
+
+def watchdog(rank: int, sequence: int = 880, operation: str = "ALLREDUCE", group: int = 0, completed: int | None = None) -> str:
+    done = sequence - 1 if completed is None else completed
+    return WATCHDOG.format(rank=rank, sequence=sequence, operation=operation, group=group, completed=done)
+
+
+def test_timeouts_alone_do_not_tell_why() -> None:
+    cause = of(watchdog(0) + watchdog(1) + watchdog(3))
+    assert (cause.kind, cause.rank) == ("collective-timeout", None)
+    assert "does not tell" in cause.summary
+
+
+def test_the_rank_that_never_complained_is_the_one_waited_for() -> None:
+    init = "node01:1{r}:1{r} [0] NCCL INFO ncclCommInitRank comm 0x1 rank {r} nranks 4 cudaDev 0 - Init COMPLETE\n"
+    cause = of("".join(init.format(r=rank) for rank in range(4)) + watchdog(0) + watchdog(1) + watchdog(3))
+    assert cause.kind == "collective-timeout"
+    assert cause.details["silent"] == "2"
+
+
+def test_another_number_is_out_of_step() -> None:
+    cause = of(watchdog(0) + watchdog(1, sequence=879) + watchdog(2))
+    assert (cause.kind, cause.rank, cause.details["sequence"]) == ("ranks-out-of-step", 1, "879")
+
+
+def test_other_numbers_of_other_groups_are_not() -> None:
+    """Every process group counts by itself."""
+    assert of(watchdog(0, group=0) + watchdog(1, sequence=12, group=1)).kind == "collective-timeout"
+
+
+def test_a_first_collective_that_hangs_is_a_false_grant_only_with_p2p_within_one_node() -> None:
+    p2p = "node04:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/IPC\n"
+    hang = watchdog(0, sequence=1, completed=-1) + watchdog(1, sequence=1, completed=-1)
+    assert of(p2p + hang).kind == "false-p2p-grant"
+    assert of(p2p.replace("P2P/IPC", "SHM/direct/direct") + hang).kind == "collective-timeout"
+    net = "node04:7:9 [0] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/Socket/0\n"
+    assert of(p2p + net + hang).kind == "collective-timeout"
+    assert of(p2p + watchdog(0) + watchdog(1)).kind == "collective-timeout"
+
+
+def test_an_error_comes_before_what_is_only_inferred() -> None:
+    p2p = "node04:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/IPC\n"
+    hang = watchdog(0, sequence=1, completed=-1)
+    assert of(p2p + RANK0.replace("rank0", "rank1").format("ValueError: bad batch") + hang).kind == "rank-failed"
+    assert of(p2p + hang + RANK0.format("torch.OutOfMemoryError: CUDA out of memory. Tried")).kind == "cuda-out-of-memory"
+    odd = watchdog(1, sequence=7) + watchdog(2)
+    assert of(odd).kind == "ranks-out-of-step"
+    assert of(RANK0.format("torch.OutOfMemoryError: CUDA out of memory. Tried") + odd).kind == "cuda-out-of-memory"
+
+
+def test_a_hang_that_somebody_ended() -> None:
+    """What timed out before Ctrl-C does not follow from it; what broke after it does."""
+    stop = 'Traceback (most recent call last):\n  File "train.py", line 3\nKeyboardInterrupt\n'
+    gone = RANK0.format("RuntimeError: [1] Connection reset by peer")
+    assert of(watchdog(0) + watchdog(1) + stop + TORCHRUN).kind == "collective-timeout"
+    assert of(stop + gone + TORCHRUN).kind == "stopped"
+
+
+def test_of_two_named_causes_the_earlier() -> None:
+    memory = RANK0.replace("rank0", "rank3").format("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB.")
+    disk = RANK0.format("OSError: [Errno 28] No space left on device: '/scratch/a.pt'")
+    assert (of(memory + disk).kind, of(disk + memory).kind) == ("cuda-out-of-memory", "disk-full")
+    assert of(memory + disk).rank == 3
+
+
+def test_the_node_of_a_line_is_told_by_its_prefix_and_not_by_an_exceptions_name() -> None:
+    text = "".join(
+        f"node07: {line}\n" for line in RANK0.format("OSError: [Errno 28] No space left on device: '/x/y'").splitlines()
+    )
+    assert of(text).node == "node07"
+    assert of(RANK0.replace("[rank0]: ", "").format("RuntimeError: CUDA error: unknown error") + TORCHRUN).node is None
+
+
+# --------------------------------------------------------------------------- no cause
+
+CASES = Path(__file__).parent / "cases"
+HEALTHY: dict[str, str] = {
+    name: "\n".join(lines) for name, lines in json.loads((CASES / "diagnose_log_healthy.json").read_text()).items()
+}
+TRAINER = "".join(f"{{'loss': {2 - step / 99:.4f}, 'grad_norm': 0.5, 'epoch': 0.{step}}}\n" for step in range(50))
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy(name: str) -> None:
+    assert diagnose(HEALTHY[name]) is None
+    assert diagnose(TRAINER + HEALTHY[name]) is None
+
+
+def test_a_run_that_ended_well_after_all() -> None:
+    assert (
+        diagnose(
+            "node01:1:2 [0] a.cc:1 NCCL WARN Call to connect to 10.1.3.9<41> failed : Connection timed out\n{'train_runtime': 9}"
+        )
+        is None
+    )
+    assert of("{'loss': nan}\n{'loss': nan}\n{'train_runtime': 9.0}\n").kind == "nan-loss"
+
+
+# --------------------------------------------------------------------------- properties
+
+NOISE = st.text(max_size=300) | st.binary(max_size=300).map(lambda data: data.decode("utf-8", "replace"))
+LINES = [line for file in FIXTURES for line in file.read_text().splitlines()]
+quick = settings(max_examples=60, deadline=None)
+
+
+def check(cause: LogCause | None) -> None:
+    if cause is not None:
+        assert cause.kind in {known.kind for known in CAUSES}
+        assert cause.summary
+        assert cause.fix
+        json.dumps(to_jsonable(cause), allow_nan=False)
+
+
+@quick
+@given(NOISE)
+def test_noise_has_no_cause(text: str) -> None:
+    assert diagnose(text) is None
+
+
+@quick
+@given(st.lists(st.sampled_from(LINES) | st.text(max_size=40), max_size=40))
+def test_any_lines_in_any_order(lines: list[str]) -> None:
+    check(diagnose("\n".join(lines)))
+
+
+@quick
+@given(st.sampled_from(FIXTURES), st.floats(0, 1))
+def test_cut_anywhere(file: Path, share: float) -> None:
+    text = file.read_text()
+    check(diagnose(text[: int(len(text) * share)]))
+    check(diagnose(text[int(len(text) * share) :]))
+
+
+@quick
+@given(st.sampled_from(FIXTURES), st.data())
+def test_damaged_anywhere(file: Path, data: st.DataObject) -> None:
+    text = file.read_text()
+    word = data.draw(st.sampled_from(list(re.finditer(r"\w+", text))))
+    new = data.draw(st.sampled_from(["9" * 400, "nan", "{", "{rank}", "-1", "٣", "\x00", "\\1"]) | st.text(max_size=8))
+    check(diagnose(text[: word.start()] + new + text[word.end() :]))
+
+
+@quick
+@given(st.sampled_from(FIXTURES), st.integers(0, 3), st.sampled_from(["\r\n", "\n"]))
+def test_healthy_lines_around_change_nothing(file: Path, times: int, end: str) -> None:
+    before, text = TRAINER * times, file.read_text()
+    plain, framed = of(text), of((before + text).replace("\n", end))
+    assert (framed.kind, framed.rank, framed.node, framed.evidence) == (plain.kind, plain.rank, plain.node, plain.evidence)
+    assert framed.line_number == plain.line_number + before.count("\n")
+
+
+# --------------------------------------------------------------------------- only lines that may matter are read
+
+STRUCTURE = {
+    "_NODE_PREFIX",
+    "_BLOCK",
+    "_RANK",
+    "_NO_HOST",
+    "_INIT_RANK",
+    "_LOSS",
+    "_LOST_LOSS",
+    "_OF_SHM",
+    "CONSEQUENCE",
+    "NOISE",
+}
+"""Patterns that do not look for a line: they read one that was found, or have a gate of their own."""
+PATTERNS = [
+    *(pattern for name, pattern in vars(diagnose_log).items() if isinstance(pattern, re.Pattern) and name not in STRUCTURE),
+    *(pattern for cause in CAUSES for pattern in cause.patterns),
+    *diagnose_log._HOST_MEMORY,
+    *diagnose_log._ILLEGAL,
+    *diagnose_log._ECC,
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.pattern[:30])
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_every_pattern_reads_lines_that_are_kept(pattern: re.Pattern[str], data: st.DataObject) -> None:
+    line = data.draw(st.from_regex(pattern.pattern, alphabet=st.characters(max_codepoint=126)))
+    assert any(word in line for word in WORDS)
+
+
+def test_reading_all_lines_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [file.read_text() for file in FIXTURES] + ["\n".join(case["log"]) for case in REPORTED] + [*HEALTHY.values(), TRAINER]
+    some = [diagnose(text) for text in texts]
+    monkeypatch.setattr(diagnose_log, "WORDS", ("",))
+    assert [diagnose(text) for text in texts] == some
