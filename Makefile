@@ -1,5 +1,5 @@
 # make demo    set up everything and train on two nodes on this machine
-# make test    set up everything and run the tests
+# make test    set up everything and run the tests, three at a time: most of them wait (ARGS="-n 0" for one after the other)
 # make setup   prepare .venv only
 # make lint    ruff, mypy, import-linter
 # make bench   the benchmarks (needs root; minutes)
@@ -22,7 +22,7 @@ demo: setup
 
 test: setup
 	@.ci/system-packages sshd:openssh-server ssh:openssh-client ip:iproute2 git:git iperf3:iperf3 ping:iputils-ping nft:nftables
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 test-fast: setup
 	@$(BIN)/python -m pytest -m "not slow and not train and not lab" $(ARGS)

@@ -23,7 +23,9 @@ NEARLY_ALL = 0.75
 WITNESSES_MIN = 2
 """One slow link cannot tell a node from a link."""
 LEFT_OVER = 0.6
-"""est.: a link this much slower than the slow node at its end explains, or than slow links are, has a fault of its own."""
+"""est.: a link this much slower than slow links are has a fault of its own."""
+LEFT_OVER_OF_A_NODE = 0.33
+"""est.: so has one this much slower than the slow node at its end explains; short tests of slow links scatter by two."""
 AGAIN_WITH = 2
 """Known-good nodes that a suspect is tested again with."""
 
@@ -103,7 +105,7 @@ def explain(shares: Mapping[Cell, float], slow: float = SLOW) -> tuple[Suspect, 
             break
         suspects.append(best)
         explained.update((cell, min(best.share, explained.get(cell, best.share))) for cell in best.cells)
-    left = [cell for cell in sorted(bad) if cell not in explained or shares[cell] < LEFT_OVER * explained[cell]]
+    left = [cell for cell in sorted(bad) if cell not in explained or shares[cell] < LEFT_OVER_OF_A_NODE * explained[cell]]
     return (*suspects, *(Link(*cell, shares[cell], _is_certain(cell, shares, bad)) for cell in left))
 
 

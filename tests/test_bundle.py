@@ -459,7 +459,14 @@ def test_many_members_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"not a tar", gzip.compress(b"", mtime=0), gzip.compress(b"not a tar"), gzip.compress(bytes(100_000))]
+    "data",
+    [
+        b"",
+        b"not a tar",
+        gzip.compress(b"", mtime=0),
+        gzip.compress(b"not a tar", mtime=0),
+        gzip.compress(bytes(100_000), mtime=0),
+    ],
 )
 def test_files_that_are_no_bundle(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "b.tar.gz").write_bytes(data)

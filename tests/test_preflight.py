@@ -51,6 +51,11 @@ class LocalFleet:
         with ThreadPoolExecutor(max_workers=len(names)) as pool:
             return dict(zip(names, pool.map(one, names), strict=True))
 
+    def shell(self, name: str) -> LocalShell:
+        if name in self.lost:
+            raise NodeError(name, Verdict.TIMEOUT, "no answer from 10.0.0.9:22 in 5 s", "a node that is up", f"ping {name}")
+        return self.shells[name]
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -207,7 +212,7 @@ def test_the_screen_names_the_node_and_the_remedy(bundles: dict[str, Path]) -> N
     first, *rest = done.stdout.splitlines()
     assert first.startswith("local: not fit   1 failed on n2")
     assert any("n2" in line and "clock-skew" in line and "ahead" in line for line in rest)
-    assert any(line.strip().startswith("fix: ssh train@127.0.0.1 'sudo ") for line in rest)
+    assert any(line.strip().startswith("fix: ssh -t train@127.0.0.1 'sudo ") for line in rest)
     assert done.stderr == ""
 
 
