@@ -62,8 +62,10 @@ def tcp_limits(rate_gbit_s: float, mtu: int, expect: Expect, *, ipv6: bool = Fal
     at_most = math.inf if slow else expect.tcp_one_core_gbit_s
     warn = min(share * rate_gbit_s, share / _tcp_share(MTU_USUAL, False) * ceiling, at_most)
     how = f"{rate_gbit_s:g} Gbit/s at MTU {mtu} carry {ceiling:.3g}"
-    fields = ("tcp_slow_nic_warn",) if slow else ("tcp_fast_nic_warn", "tcp_one_core_gbit_s")
-    return Limits(ceiling, warn, expect.tcp_fail * warn, how, (*fields, "tcp_fail"))
+    if slow:
+        fail = min(expect.tcp_slow_nic_fail * rate_gbit_s, warn)
+        return Limits(ceiling, warn, fail, how, ("tcp_slow_nic_warn", "tcp_slow_nic_fail"))
+    return Limits(ceiling, warn, expect.tcp_fail * warn, how, ("tcp_fast_nic_warn", "tcp_one_core_gbit_s", "tcp_fail"))
 
 
 def _tcp_share(mtu: int, ipv6: bool) -> float:

@@ -181,7 +181,9 @@ class Expect:
     tcp_one_core_gbit_s: float = 20.0
     """est.: what one core moves at MTU 1500 and what no NIC is asked to exceed; iperf3 before 3.16 has one thread."""
     tcp_fail: float = 0.5
-    """est.: share of the warning limit: a link that trained one generation lower (25 -> 10, 10 -> 1) fails."""
+    """est.: share of the warning limit of faster NICs: a link that trained one generation lower (25 -> 10) fails."""
+    tcp_slow_nic_fail: float = 0.35
+    """est.: share of the rate of NICs up to 10 Gbit/s: loss makes TCP slow, which is a warning; 10 -> 1 fails."""
     tcp_sent_again_warn: float = 0.001
     """Share of segments sent again: with more TCP cannot fill 25 Gbit/s at 100 us (Mathis et al. 1997, MSS/RTT 1.22/sqrt(p))."""
     tcp_streams_warn: float = 0.5

@@ -16,8 +16,9 @@ from r4090c.model import Cluster, Finding, Iface, NetFact, Node, Status
 
 ID, GROUP, SCOPE, NEEDS, OPTIONAL = "tcp-bandwidth", "bandwidth", "measurement", ("tcp",), ("net",)
 RULE = (
-    "both ways, with one or several streams: {tcp_slow_nic_warn:.0%} of the rate up to 10 Gbit/s, {tcp_fast_nic_warn:.0%} "
-    "above it but no more than {tcp_one_core_gbit_s:g} Gbit/s (warn), {tcp_fail:.0%} of that (fail); without a known rate "
+    "both ways, with one or several streams: {tcp_slow_nic_warn:.0%} of the rate up to 10 Gbit/s (warn; {tcp_slow_nic_fail:.0%}: "
+    "fail), {tcp_fast_nic_warn:.0%} above it but no more than {tcp_one_core_gbit_s:g} Gbit/s (warn), {tcp_fail:.0%} of that "
+    "(fail); without a known rate "
     "{link_median_warn:.0%} (warn) and {link_median_fail:.0%} (fail) of what the links mostly carry; "
     "at most {tcp_sent_again_warn:.1%} of segments sent again (warn)"
 )

@@ -7,8 +7,22 @@ from typing import Any
 
 import pytest
 
-from netcheck.tools import chronyc, ethtool, findmnt, gids, ibv_devinfo, lscpu, numactl, proc_mounts, timedatectl
+from netcheck.expected import Limits, rdma_limits, tcp_limits
+from netcheck.tools import (
+    chronyc,
+    ethtool,
+    findmnt,
+    gids,
+    ibv_devinfo,
+    iperf3,
+    lscpu,
+    numactl,
+    perftest,
+    proc_mounts,
+    timedatectl,
+)
 from r4090c.cli.common import to_jsonable
+from r4090c.model import Expect
 from tests.checks.cases import found
 
 FIXTURES = Path(__file__).parents[1] / "tools" / "fixtures"
@@ -155,3 +169,33 @@ def test_soft_read_only_and_good_mounts() -> None:
     assert ("node01", "fail", "/mnt/shared is mounted read-only") in read_only
     good = decided("mount", mounted(findmnt.parse(text("findmnt/findmnt-nfs4-hard.json")), "/mnt/ckpt"))
     assert [status for _, status, _ in good] == ["pass"]
+
+
+def decision(value: float, limits: Limits) -> str:
+    return "fail" if value < limits.fail_gbit_s else "warn" if value < limits.warn_gbit_s else "pass"
+
+
+@pytest.mark.parametrize(
+    ("name", "rate_gbit_s", "status"), [("10g-many-retransmits", 10.0, "warn"), ("25g-4-streams-good", 25.0, "pass")]
+)
+def test_what_was_received_over_tcp(name: str, rate_gbit_s: float, status: str) -> None:
+    found = iperf3.parse(text(f"iperf3/{name}.json"))
+    assert found.received_gbit_s is not None
+    assert decision(found.received_gbit_s, tcp_limits(rate_gbit_s, 1500, Expect())) == status
+
+
+@pytest.mark.parametrize(
+    ("name", "rate_gbit_s"),
+    [("write_bw-gbsec-100g-freq-line", 100.0), ("write_bw-mbsec-old-all-sizes-25g", 25.0), ("write_bw-mibsec-new-25g", 25.0)],
+)
+def test_what_rdma_wrote(name: str, rate_gbit_s: float) -> None:
+    """Whatever unit was printed: against the ceiling of its own packet size."""
+    found = perftest.parse(text(f"perftest/{name}.txt"))
+    largest = found.largest()
+    assert largest is not None and found.mtu_bytes is not None
+    assert decision(largest.bw_average_gbit_s, rdma_limits(rate_gbit_s, found.mtu_bytes, Expect())) == "pass"
+
+
+def test_a_short_way_there_and_back() -> None:
+    (row,) = perftest.parse(text("perftest/send_lat-two-freq-lines.txt")).latency_rows
+    assert row.t_typical_us is not None and row.t_typical_us < Expect().rdma_latency_warn_us
