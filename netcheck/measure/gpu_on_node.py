@@ -171,7 +171,7 @@ class Load:
             while time.monotonic() < start:
                 step()
             began, count = time.monotonic(), 0
-            while time.monotonic() < end:
+            while count == 0 or time.monotonic() < end:  # the first product may have taken all of the time
                 count += step()
             self.gpus[place]["tflops"] = count * 2 * self.wish.size**3 / (time.monotonic() - began) / 1e12
 
