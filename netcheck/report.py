@@ -24,6 +24,8 @@ ORDER = (Status.FAIL, Status.UNKNOWN, Status.WARN)
 """What a reader must see first. Passes and skips are counted, and listed only on request."""
 COLOURS = {Status.FAIL: "red", Status.UNKNOWN: "magenta", Status.WARN: "yellow", Status.PASS: "green", Status.SKIP: ""}
 VERDICT_COLOURS = {"fit": "green", "not fit": "red", "could not tell": "magenta"}
+NOT_MEASURED = "not measured"
+"""What judge.py says of a check over a measurement that was not taken."""
 NAMES_SHOWN = 6
 """Nodes or checks named in one line; more are counted."""
 WIDTH_MIN = 60
@@ -113,7 +115,7 @@ def screen(
 def _headline(cluster_name: str, node_names: Sequence[str], duration_s: float, findings: Sequence[Finding]) -> Line:
     word = verdict(findings)
     nodes = f"{len(node_names)} node{'s' if len(node_names) != 1 else ''}"
-    size = f"({nodes}, {len(findings)} findings, {duration_s:.1f} s)"
+    size = f"({nodes}, {len(findings)} finding{'s' if len(findings) != 1 else ''}, {duration_s:.1f} s)"
     return Line(f"{cluster_name}: {word}   {in_words(findings)}   {size}", VERDICT_COLOURS[word], "bold")
 
 
@@ -131,7 +133,14 @@ def in_words(findings: Sequence[Finding]) -> str:
         told.append(f"could not tell about {_named(culprits[Status.UNKNOWN])}" if told else _named(culprits[Status.UNKNOWN]))
     if culprits[Status.WARN]:
         told.append(f"{counts[Status.WARN]} warning{'s' if counts[Status.WARN] > 1 else ''} on {_named(culprits[Status.WARN])}")
-    return "; ".join(told) or "nothing to mend"
+    if told:
+        return "; ".join(told)
+    if verdict(findings) == "fit":
+        return "nothing to mend"
+    if not findings:
+        return "none of these checks concerns this cluster: see network.kind, and gpus of the nodes"
+    measured = any(finding.observed == NOT_MEASURED for finding in findings)
+    return "nothing was measured: try without --quick, or with --full" if measured else "all was skipped: -v lists why"
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,6 +348,17 @@ def lines(findings: list[Finding], **how: Any) -> list[str]:
     return [line.text for line in screen("atelier", ["node01", "node02"], 1.25, findings, **{"width": None, **how})]
 
 
+def test_a_screen_without_anything_to_tell_says_why() -> None:
+    skipped = Finding("tcp-bandwidth", "atelier", Status.SKIP, "not measured")
+    for findings, words in (
+        ([], "none of these checks concerns this cluster"),
+        ([skipped], "try without --quick"),
+        ([replace(skipped, observed="not applicable")], "-v lists why"),
+    ):
+        first = screen("atelier", ["node01"], 0.1, findings, width=None)[0].text
+        assert "could not tell" in first and words in first and "nothing to mend" not in first
+
+
 def test_the_screen_says_the_worst_first_and_the_remedy_whole() -> None:
     findings = [
         Finding("limits", "node01", Status.WARN, "nofile 1024", "at least 65536", "NCCL opens many", "ssh node01 'raise it'"),
