@@ -9,7 +9,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from importlib.resources import files
 from typing import Any
 
-from netcheck.measure.job import NOT_STARTED, Job, MeasurementModule, Part, Round, Setting
+from netcheck.measure.job import NOT_STARTED, Job, MeasurementModule, Part, Round, Setting, read_part
+from r4090c.errors import ParseError
 from r4090c.remote import Fleet, NodeError
 
 SOURCE = files("netcheck.measure").joinpath("run_on_node.py").read_text(encoding="utf-8")
@@ -17,7 +18,7 @@ SOURCE = files("netcheck.measure").joinpath("run_on_node.py").read_text(encoding
 READY_S = 15.0
 """est.: a server that does not listen by then will not."""
 SERVER_ENDS_S = 2.0
-"""est.: a server that served ends by itself within this time; then it is told to."""
+"""est.: a server that served ends by itself within this time; then it is told to. So are all once a node of their job is lost."""
 SLACK_S = 10.0
 """est.: what a loaded node may need on top of a part's own limit before it is given up."""
 ROUNDS_MAX = 500
@@ -56,7 +57,7 @@ def run_round(fleet: Fleet, jobs: Round, lost: dict[str, dict[str, Any]]) -> lis
         while pending:
             _, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
             for one in running:
-                one.stop_idle_servers()
+                one.stop_what_waits_in_vain()
         return [one.record() for one in running]
     except KeyboardInterrupt:
         for part in (part for job in jobs for part in job.parts):
@@ -75,7 +76,7 @@ class _Running:
         self.settled = {part.node: threading.Event() for part in self.servers}
         self.failed: dict[str, str] = {}
         self.stops: dict[str, Callable[[], None]] = {}
-        self.others_ended_at: float | None = None
+        self.in_vain_since: float | None = None
         self.futures: dict[str, Future[dict[str, Any]]] = {}
         for part in sorted(job.parts, key=lambda one: not one.serves):
             self.futures[part.node] = executor.submit(self._work, part)
@@ -85,16 +86,20 @@ class _Running:
         parts = {part.node: self.futures[part.node].result() for part in self.job.parts}
         return {"name": self.job.name, "data": dict(self.job.data), "parts": parts}
 
-    def stop_idle_servers(self) -> None:
-        """Tell the servers to end when everybody else has ended for a while: their clients may never have come."""
-        others = [self.futures[part.node] for part in self.job.parts if not part.serves]
-        if not self.servers or not all(future.done() for future in others):
+    def stop_what_waits_in_vain(self) -> None:
+        """Tell parts to end after a while: servers when everybody else has ended, all when a node of the job is lost.
+
+        The clients of a server may never have come; ranks would await those of a lost node for minutes.
+        """
+        clients = [self.futures[part.node] for part in self.job.parts if not part.serves]
+        idle = bool(self.servers) and all(future.done() for future in clients)
+        lost = any(future.done() and future.result().get("unreached") for future in self.futures.values())
+        if not (idle or lost):
             return
-        self.others_ended_at = self.others_ended_at or time.monotonic()
-        if time.monotonic() - self.others_ended_at >= SERVER_ENDS_S:
-            for stop in list(self.stops.values()):
-                stop()
-            self.stops.clear()
+        self.in_vain_since = self.in_vain_since or time.monotonic()
+        if time.monotonic() - self.in_vain_since >= SERVER_ENDS_S:
+            for node in [*self.stops]:
+                self.stops.pop(node)()
 
     def _work(self, part: Part) -> dict[str, Any]:
         if not part.serves:
@@ -108,6 +113,13 @@ class _Running:
             if part.serves:
                 self._settle(part, "did not listen")
 
+    def _heard(self, part: Part, event: object) -> None:
+        """Take in what a server tells while it works: that it listens, or that it ended without."""
+        if part.serves:
+            told = event if isinstance(event, Mapping) else {}
+            words = f": {told['said']}" if told.get("said") else ""
+            self._settle(part, "" if told.get("listens_on") is not None else f"did not listen{words}")
+
     def _settle(self, part: Part, failure: str = "") -> None:
         event = self.settled[part.node]
         if failure and not event.is_set():
@@ -119,15 +131,16 @@ class _Running:
             return self.lost[part.node]
         try:
             conversation = self.fleet.shell(part.node).converse(SOURCE, part.to_json(), timeout_s=part.limit_s + SLACK_S)
-            if part.serves:
-                self.stops[part.node] = conversation.stop
-            answer = conversation.answer(lambda event: self._settle(part) if part.serves else None)
+            self.stops[part.node] = conversation.stop
+            answer = conversation.answer(lambda event: self._heard(part, event))
         except NodeError as error:
             told = {"error": error.observed, "unreached": True, "next_command": error.next_command}
             self.lost[part.node] = told
             return told
-        if not isinstance(answer, Mapping):
-            return {"error": f"the node answered {type(answer).__name__}, not an object", "unreached": True}
-        if part.serves and answer["steps"][0]["error"]:
-            self._settle(part, answer["steps"][0]["error"])
+        try:
+            done = read_part(answer)
+        except ParseError as error:
+            return {"error": f"the node's answer is not understood: {error}", "unreached": True}
+        if part.serves and done.steps and done.steps[0].error:
+            self._settle(part, done.steps[0].error)
         return dict(answer)

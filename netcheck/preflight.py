@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -143,30 +144,81 @@ def measure_ports(fleet: Fleet, nodes: Sequence[Node]) -> dict[str, Any]:
 
 
 def measure_nonce(fleet: Fleet, cluster: Cluster, nodes: Sequence[Node]) -> dict[str, Any]:
-    """Return what `nonce.read` takes: every node writes a file, reads everybody's, removes its own."""
-    token = secrets.token_hex(8)
-    by_name = {node.name: node for node in nodes}
+    """Return what `nonce.read` takes: every node writes a file, reads everybody's, removes its own.
 
-    def act(through: Fleet, action: str, names: Iterable[str], written: Sequence[str] = ()) -> dict[str, Any]:
-        requests = nonce.requests(action, [by_name[name] for name in names], token, cluster.expect, written)
+    Each node holds its file as long as it is heard by us, so that none is left when we are interrupted, or killed.
+    """
+    token = secrets.token_hex(8)
+    holders = _Holders(fleet, nonce.requests("hold", nodes, token, cluster.expect))
+
+    def act(action: str, doers: Sequence[Node], written: Sequence[str]) -> dict[str, Any]:
+        requests = nonce.requests(action, doers, token, cluster.expect, written)
 
         def ask(shell: Shell) -> Any:
             request = requests[shell.node.name]
             return shell.ask(nonce.SOURCE, request, timeout_s=request["answer_within_s"] + SLACK_S).value
 
-        return {name: _told(answer) for name, answer in through.map(ask, requests).items()} if requests else {}
+        return {name: _told(answer) for name, answer in fleet.map(ask, requests).items()} if requests else {}
 
     try:
-        wrote = act(fleet, "write", by_name)
-        written = [name for name, answer in wrote.items() if "error" not in answer]
-        seen = act(fleet, "read", written, written)
-        removed = act(fleet, "remove", written)
+        wrote = holders.begin()
+        there = [node for node in nodes if "error" not in wrote[node.name]]
+        seen = act("read", there, [node.name for node in there])
+        removed = holders.end()
+        lost = [name for name, answer in removed.items() if answer.get("unreached")]
+        alive = [node for node in there if node.name not in lost]
+        if lost and alive:  # who lost power, or its cable, may have left a file that all others see
+            act("remove", alive, lost)
     except KeyboardInterrupt:
-        # The interrupted fleet has closed its connections; the files are still there.
-        with Fleet(nodes) as again:
-            act(again, "remove", by_name)
+        for node in nodes:
+            fleet.drop(node.name)  # by which each removes its own
         raise
-    return {"write": wrote, "read": seen, "remove": removed}
+    return {"write": wrote, "read": seen, "remove": {node.name: removed[node.name] for node in there}}
+
+
+class _Holders:
+    """Nodes that hold a file each: a thread and a conversation a node."""
+
+    def __init__(self, fleet: Fleet, requests: Mapping[str, Mapping[str, Any]]) -> None:
+        self.fleet, self.requests = fleet, requests
+        self.wrote: dict[str, Mapping[str, Any]] = {}
+        self.settled = {name: threading.Event() for name in requests}
+        self.stops: dict[str, Callable[[], None]] = {}
+        self.futures: dict[str, Future[Mapping[str, Any]]] = {}
+
+    def begin(self) -> dict[str, Mapping[str, Any]]:
+        """Let all write; return what each says of that."""
+        executor = ThreadPoolExecutor(max_workers=max(1, len(self.requests)), thread_name_prefix="holder")
+        self.futures = {name: executor.submit(self._hold, name) for name in self.requests}
+        executor.shutdown(wait=False)
+        for event in self.settled.values():
+            event.wait()  # every thread has an end, and sets it then at the latest
+        return {name: self.wrote[name] for name in self.requests}
+
+    def end(self) -> dict[str, Mapping[str, Any]]:
+        """Let all remove what they wrote; return what each says of that."""
+        for stop in self.stops.values():
+            stop()
+        return {name: future.result() for name, future in self.futures.items()}
+
+    def _hold(self, name: str) -> Mapping[str, Any]:
+        def told(event: Any) -> None:
+            self.wrote[name] = _told(event)
+            self.settled[name].set()
+
+        request = self.requests[name]
+        limit_s = request["hold_s"] + 2 * request["answer_within_s"] + SLACK_S
+        try:
+            conversation = self.fleet.shell(name).converse(nonce.SOURCE, request, timeout_s=limit_s)
+            self.stops[name] = conversation.stop
+            answer = _told(conversation.answer(told))
+            return _told(answer.get("remove", answer))
+        except NodeError as error:
+            self.wrote.setdefault(name, _told(error))
+            return _told(error)
+        finally:
+            self.wrote.setdefault(name, {"error": "nothing was told", "unreached": True})
+            self.settled[name].set()
 
 
 def _told(answer: Any) -> Mapping[str, Any]:
@@ -187,7 +239,7 @@ def select_checks(only: Iterable[str], skip: Iterable[str]) -> tuple[Check, ...]
     for option, names in (("--only", only), ("--skip", skip)):
         for name in names:
             if name not in known:
-                near = get_close_matches(name, known, n=1, cutoff=0.5)
+                near = get_close_matches(name, known, n=1, cutoff=0.6)
                 groups = ", ".join(dict.fromkeys(check.group for check in REGISTRY))
                 command = f"r4090c preflight {option} {near[0]}" if near else "r4090c preflight --help"
                 raise UsageError(

@@ -45,6 +45,8 @@ TCP_USER_TIMEOUT_MS = 6000
 MAX_COMMAND_BYTES = 120_000
 """Linux takes 128 KiB for one argument (MAX_ARG_STRLEN), and sshd hands the whole command to the shell as one."""
 
+MAX_OUTPUT_BYTES = 256 << 20
+"""est.: what one program on a node may answer: 64 steps of 1 MiB of anything, written as JSON. Sixteen nodes talk at once."""
 FITS_WINDOW_BYTES = 32_768
 """Far below the window that OpenSSH and paramiko grant a new channel (2 MiB)."""
 
@@ -449,7 +451,9 @@ def _verdict(node: Node, error: BaseException) -> NodeError:
             "a key in the node's authorized_keys",
             f"ssh-copy-id {try_it.removeprefix('ssh ').replace('-J ', '-o ProxyJump=')}",
         )
-    if isinstance(error, paramiko.SSHException) and "banner" in str(error).lower():
+    said = str(error).lower()
+    # "No existing session": paramiko waited for no longer than for the connection itself, and went on without the banner.
+    if isinstance(error, paramiko.SSHException) and ("banner" in said or "no existing session" in said):
         return verdict(
             Verdict.BANNER_TIMEOUT,
             f"{where} took the connection but sent no SSH banner",
@@ -525,10 +529,17 @@ class Conversation:
     def answer(self, told: Callable[[Any], None] = lambda event: None) -> Any:
         """Return the JSON answer; `told` is called for each event before it. Raises NodeError. The channel is closed."""
         node, retry = self._shell.node.name, ssh_command(self._shell.node)
-        buffer, noise = b"", ""
+        begun: list[bytes] = []  # of a line that has not ended: one may hold many MiB
+        noise = ""
         try:
             for chunk in _received(self._channel.recv, self._deadline, self._channel):
-                *lines, buffer = (buffer + chunk).split(b"\n")
+                first, newline, rest = chunk.partition(b"\n")
+                begun.append(first)
+                if not newline:
+                    continue
+                *lines, begins = rest.split(b"\n")
+                lines.insert(0, b"".join(begun))
+                begun = [begins]
                 for line in lines:
                     text = line.decode(errors="replace")
                     with contextlib.suppress(ValueError):
@@ -578,9 +589,8 @@ class Shell:
                 self._gateway.close()
 
     def _lost(self, error: BaseException | str) -> NodeError:
-        return NodeError(
-            self.node.name, Verdict.LOST, f"the connection broke: {error or 'closed by the node'}", "", ssh_command(self.node)
-        )
+        observed = f"the connection broke: {str(error) or 'closed by the node'}"
+        return NodeError(self.node.name, Verdict.LOST, observed, "", ssh_command(self.node))
 
     def _exec(self, argv: Sequence[str], env: Mapping[str, str] | None) -> paramiko.Channel:
         """Start `argv` on the node; every word is quoted."""
@@ -592,11 +602,23 @@ class Shell:
                 f"a command of {len(command)} bytes",
                 f"at most {MAX_COMMAND_BYTES} bytes; send long data on stdin",
             )
+        started = time.monotonic()
         try:
             channel: paramiko.Channel = self._connection.transport.open_session(timeout=AUTH_TIMEOUT_S)
-            channel.exec_command(command)
+            # paramiko awaits the answer to this without a limit; a session that froze meanwhile never gives one.
+            limit = threading.Timer(AUTH_TIMEOUT_S, channel.close)
+            limit.daemon = True
+            limit.start()
+            try:
+                channel.exec_command(command)
+            finally:
+                limit.cancel()
         except (OSError, EOFError, AttributeError, paramiko.SSHException) as error:
-            raise self._lost(error) from error
+            if not self.alive or time.monotonic() - started < AUTH_TIMEOUT_S:
+                raise self._lost(error) from error
+            self.close()  # frozen, out of memory: whether a new connection fares better is for the next who asks
+            observed = f"it is connected, but starts nothing within {AUTH_TIMEOUT_S:g} s"
+            raise NodeError(self.node.name, Verdict.TIMEOUT, observed, "", ssh_command(self.node)) from error
         return channel
 
     def run(
@@ -731,12 +753,19 @@ class Shell:
 
 
 def _received(receive: Callable[[int], bytes], deadline: float, channel: paramiko.Channel) -> Iterator[bytes]:
-    """Yield chunks until end of file. Raises TimeoutError at `deadline` (monotonic seconds)."""
+    """Yield chunks until end of file. Raises TimeoutError at `deadline` (monotonic seconds), OSError beyond MAX_OUTPUT_BYTES."""
+    room = MAX_OUTPUT_BYTES
     while True:
-        channel.settimeout(max(0.001, deadline - time.monotonic()))
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:  # what comes without a pause never times out by itself
+            raise TimeoutError
+        channel.settimeout(max(0.001, left_s))
         chunk = receive(1 << 18)
         if not chunk:
             return
+        room -= len(chunk)
+        if room < 0:
+            raise OSError(errno.EMSGSIZE, f"more than {MAX_OUTPUT_BYTES >> 20} MiB came from the node")
         yield chunk
 
 

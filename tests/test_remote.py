@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import shlex
+import socket
 import subprocess
 import threading
 import time
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import paramiko
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -90,8 +92,7 @@ def test_an_address_that_nobody_has(cluster: Cluster) -> None:
     assert error.verdict is Verdict.NO_ROUTE
 
 
-def test_an_sshd_that_is_frozen(mended_lab4: Lab, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "BANNER_TIMEOUT_S", 1.0)
+def test_an_sshd_that_is_frozen(mended_lab4: Lab, cluster: Cluster) -> None:
     mended_lab4.freeze_sshd("node03")
     assert refused(cluster.nodes[2]).verdict is Verdict.BANNER_TIMEOUT
 
@@ -290,6 +291,77 @@ def test_a_command_that_does_not_end_is_told_and_its_output_so_far_is_not_an_ans
         with contextlib.suppress(Exception):  # the shell goes with its sleep
             lab4.kill("node03", pid)
     until_empty(lab4, "node03")
+
+
+def test_output_without_end_ends_at_the_timeout(lab4: Lab, cluster: Cluster) -> None:
+    one = Shell(cluster.nodes[2])
+    began = time.monotonic()
+    with pytest.raises(NodeError, match="no answer to 'cat' within 1 s") as caught:
+        one.run(["cat", "/dev/zero"], timeout_s=1)
+    assert caught.value.verdict is Verdict.TIMEOUT
+    assert time.monotonic() - began < 6
+    one.close()
+    until_empty(lab4, "node03")
+
+
+def test_more_than_any_answer_is_given_up(lab4: Lab, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_OUTPUT_BYTES", 1 << 20)
+    one = Shell(cluster.nodes[2])
+    with pytest.raises(NodeError, match="more than 1 MiB came"):
+        one.run(["cat", "/dev/zero"], timeout_s=30)
+    talk = "import sys\ndef main(request):\n    [sys.stdout.write('x' * 65536) for _ in range(999)]"
+    with pytest.raises(NodeError, match="more than 1 MiB came"):
+        one.converse(talk, None, timeout_s=30).answer()
+    one.close()
+    until_empty(lab4, "node03")
+
+
+def test_a_long_line_is_read_in_time(shell: Shell) -> None:
+    """Adding each piece to what has come so far would move gigabytes."""
+    began = time.monotonic()
+    answer = shell.converse("def main(request):\n    return 'x' * (64 << 20)", None, timeout_s=60).answer()
+    assert len(answer) == 64 << 20
+    assert time.monotonic() - began < 10
+
+
+class Mute(paramiko.ServerInterface):
+    """An sshd that lets everybody in, opens a session, and then says no more."""
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        return paramiko.common.AUTH_SUCCESSFUL
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "publickey"
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        return paramiko.common.OPEN_SUCCEEDED
+
+    def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+        time.sleep(30)
+        return False
+
+
+def test_a_session_that_freezes_when_asked_to_run(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "AUTH_TIMEOUT_S", 1.0)
+    host_key = paramiko.ECDSAKey.generate()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            transport = paramiko.Transport(listener.accept()[0])
+            transport.add_server_key(host_key)
+            transport.start_server(server=Mute())
+
+        threading.Thread(target=serve, daemon=True).start()
+        port = listener.getsockname()[1]
+        known = tmp_path / "known_hosts"
+        known.write_text(f"[127.0.0.1]:{port} {host_key.get_name()} {host_key.get_base64()}\n")
+        one = Shell(changed(cluster.nodes[0], address="127.0.0.1", port=port, known_hosts=(str(known),)))
+        began = time.monotonic()
+        with pytest.raises(NodeError, match="starts nothing within 1 s") as caught:
+            one.run(["true"], timeout_s=5)
+        assert caught.value.verdict is Verdict.TIMEOUT
+        assert time.monotonic() - began < 4
+        assert not one.alive
 
 
 def test_an_answer_that_is_not_whole(shell: Shell) -> None:

@@ -11,9 +11,11 @@ says why. A command whose output holds one of `retry_on` is tried once more afte
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +23,7 @@ import time
 from typing import Any
 
 NOT_INSTALLED = "not installed"
-KEPT_CHARACTERS = 2000
+KEPT_BYTES = 2000
 """Of each stream."""
 HIDDEN = ("SSH_AUTH_SOCK", "SSH_ASKPASS", "DISPLAY")
 """Variables a command does not get: with an agent at hand nobody sees that a key is missing."""
@@ -78,18 +80,37 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
         return {"rc": None, "stdout": "", "stderr": "", "error": NOT_INSTALLED}
     except OSError as problem:
         return {"rc": None, "stdout": "", "stderr": "", "error": problem.strerror or str(problem)}
+    assert process.stdout is not None and process.stderr is not None
+    texts = [Reader(process.stdout), Reader(process.stderr)]
     error = ""
     try:
-        output = process.communicate(timeout=limit_s)
+        process.wait(limit_s)
     except subprocess.TimeoutExpired:
         error = f"no end within {limit_s:g} s"
-        process.kill()
-        try:
-            output = process.communicate(timeout=1.0)
-        except subprocess.TimeoutExpired:  # something it started keeps its output open
-            output = (b"", b"")
-    out, err = (data.decode("utf-8", "replace")[:KEPT_CHARACTERS] for data in output)
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for text in texts:
+        text.thread.join(1.0)  # what it left behind may hold its output open: whoever started us ends that
+    out, err = (bytes(text.kept).decode("utf-8", "replace") for text in texts)
     return {"rc": None if error else process.returncode, "stdout": out, "stderr": err, "error": error}
+
+
+class Reader:
+    """Reads a stream to its end in a thread of its own, and keeps the beginning: it may be endless."""
+
+    def __init__(self, stream: Any) -> None:
+        self.kept = bytearray()
+        self.stream = stream
+        self.thread = threading.Thread(target=self.read, daemon=True)
+        self.thread.start()
+
+    def read(self) -> None:
+        """Be the thread."""
+        while True:
+            data = os.read(self.stream.fileno(), 65536)
+            if not data:
+                return
+            self.kept += data[: max(0, KEPT_BYTES - len(self.kept))]
 
 
 if __name__ == "__main__":

@@ -196,11 +196,13 @@ def read_record(value: object) -> Record:
     return Record(
         name=as_str(record.get("name"), "name"),
         data=as_mapping(record.get("data"), "data"),
-        parts={node: _part(as_mapping(part, node)) for node, part in parts.items()},
+        parts={node: read_part(part, node) for node, part in parts.items()},
     )
 
 
-def _part(part: Mapping[str, Any]) -> PartResult:
+def read_part(value: object, what: str = "answer") -> PartResult:
+    """Return what one node did from its JSON. Raises ParseError."""
+    part = as_mapping(value, what)
     if "error" in part:
         return PartResult(as_str(part["error"], "error"), as_str(part.get("next_command", ""), "next_command"))
     watched = as_mapping(part.get("watched", {}), "watched")

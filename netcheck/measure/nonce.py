@@ -1,7 +1,8 @@
 """Is the shared folder one folder on all nodes, and how soon does a file written by one show on the others: the schedule.
 
-Pure: every node writes a file of its own, then every node reads all of them, then each removes its own. Three round trips: a
-reader that looks before the file is there would have the file's absence cached by NFS, and measure that.
+Pure: every node writes a file of its own and holds it, then every node reads all of them, then each removes its own: also when
+the controller is gone. The reading waits for all: a reader that looks before the file is there would have the file's absence
+cached by NFS, and measure that.
 """
 
 from __future__ import annotations
@@ -24,23 +25,28 @@ ANSWER_WITHIN_S = 5.0
 """A file system that takes longer for one small file does not answer. est."""
 GRACE_S = 3.0
 """est.: how much longer than the warning threshold a reader waits before it says "not there"."""
+HOLD_S = 60.0
+"""est.: what the slowest login (30 s) and the slowest write of another node may take while a file is held."""
 
 
 def requests(
     action: str, nodes: Sequence[Node], token: str, expect: Expect, written: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Return node -> request for `nonce_on_node.main`: "write", then "read" what the nodes `written` wrote, then "remove"."""
-    names = {node.name: f"{PREFIX}{token}-{node.name}" for node in nodes}
-    content = {node.name: f"{token} {node.name}\n" for node in nodes}
+    """Return node -> request for `nonce_on_node.main`: "hold", "read" what the nodes `written` wrote, "remove" it for them."""
     wanted: dict[str, dict[str, Any]] = {}
+    limit_s = expect.storage_visible_warn_s + GRACE_S
     for node in nodes:
         request = {"action": action, "folder": node.paths.shared, "answer_within_s": ANSWER_WITHIN_S}
         if action == "read":
-            limit_s = expect.storage_visible_warn_s + GRACE_S
-            request |= {"files": {name: [names[name], content[name]] for name in written}, "limit_s": limit_s}
+            files = {name: [f"{PREFIX}{token}-{name}", f"{token} {name}\n"] for name in written}
+            request |= {"files": files, "limit_s": limit_s}
             request["answer_within_s"] = limit_s + ANSWER_WITHIN_S
+        elif action == "remove":
+            request |= {"names": [f"{PREFIX}{token}-{name}" for name in written]}
         else:
-            request |= {"file": names[node.name], "prefix": PREFIX, "content": content[node.name]}
+            own, content = f"{PREFIX}{token}-{node.name}", f"{token} {node.name}\n"
+            request |= {"file": own, "prefix": PREFIX, "content": content}
+            request["hold_s"] = HOLD_S + limit_s + ANSWER_WITHIN_S
         wanted[node.name] = request
     return wanted
 

@@ -1,7 +1,7 @@
-"""Runs on a node: write, read or remove nonce files in the shared folder. Python >= 3.8, standard library only.
+"""Runs on a node: hold, read or remove nonce files in the shared folder. Python >= 3.8, standard library only.
 
 The file system may hang for ever (a hard NFS mount whose server is gone): a child does the work and is killed when it does
-not answer in time.
+not answer in time. Who holds a file removes it at the end of standard input: the controller is done, or is gone.
 """
 
 # pathlib costs more to import than all this does.
@@ -13,30 +13,56 @@ import json
 import os
 import select
 import signal
+import sys
 import time
 from typing import Any
 
+EVENT = "\nR4090C-EVENT "
 STALE_S = 3600.0
-"""A file this old was left by a controller that was killed; the next writer removes it."""
+"""A file this old was left by a node that lost its power or its file server; the next writer removes it."""
 LOOK_AGAIN_S = 0.05
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
     """Return what the action gives, {"error": text} when the folder says no, or nothing in time.
 
-    request: {"action": "write", "folder", "file", "content", "prefix"} -> {"seconds"}
+    request: {"action": "hold", "folder", "file", "content", "prefix", "hold_s"} -> {"write", "remove"}; "write" is told before
+             {"action": "write", "folder", "file", "content", "prefix"} -> {"seconds"}
              {"action": "read", "folder", "files": {node: [file, content]}, "limit_s"}
                  -> {"seen": {node: {"waited_s"} or {"error"}}}
-             {"action": "remove", "folder", "file"} -> {"removed"}
+             {"action": "remove", "folder", "names": [file]} -> {"removed"}
     each with "answer_within_s".
     """
+    return hold(request) if request["action"] == "hold" else act(request)
+
+
+def hold(request: dict[str, Any]) -> dict[str, Any]:
+    """Write the file, tell so, and remove it when standard input ends, at the latest after "hold_s"; also what failed."""
+    removed = {}  # type: dict[str, Any]
+    wrote = act(dict(request, action="write"))
+    try:
+        sys.stdout.write(EVENT + json.dumps(wrote) + "\n")
+        sys.stdout.flush()
+        deadline = time.monotonic() + float(request["hold_s"])
+        while time.monotonic() < deadline and not abandoned():
+            if select.select([0], [], [], 0.2)[0] and not os.read(0, 4096):
+                break
+    except OSError:
+        pass  # nobody hears us
+    finally:
+        removed = act(dict(request, action="remove", names=[request["file"]], heard=False))
+    return {"write": wrote, "remove": removed}
+
+
+def act(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what a child makes of "write", "read" or "remove". With "heard" False also when nobody reads our answer any more."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         work(request, writer)
     os.close(writer)
     try:
-        text = read_all(reader, time.monotonic() + float(request["answer_within_s"]))
+        text = read_all(reader, time.monotonic() + float(request["answer_within_s"]), request.get("heard", True))
     finally:
         os.close(reader)
         end(child)
@@ -101,15 +127,16 @@ def read(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def remove(request: dict[str, Any]) -> dict[str, Any]:
-    """Remove the file, and what an interrupted write left aside."""
-    path = os.path.join(request["folder"], request["file"])
+    """Remove the files, and what interrupted writes left aside."""
     removed = False
-    for name in (path, path + ".tmp"):
-        try:
-            os.unlink(name)
-            removed = True
-        except FileNotFoundError:
-            pass
+    for name in request["names"]:
+        path = os.path.join(request["folder"], name)
+        for one in (path, path + ".tmp"):
+            try:
+                os.unlink(one)
+                removed = True
+            except FileNotFoundError:
+                pass
     return {"removed": removed}
 
 
@@ -124,12 +151,12 @@ def remove_stale(folder: str, prefix: str, now: float) -> None:
                 pass
 
 
-def read_all(reader: int, deadline: float) -> str | None:
+def read_all(reader: int, deadline: float, heard: bool) -> str | None:
     """Return what the child wrote until it closed its end, None when it did not in time."""
     data = b""
     while True:
         left = deadline - time.monotonic()
-        if left <= 0 or abandoned():
+        if left <= 0 or (heard and abandoned()):
             return None
         if not select.select([reader], [], [], min(left, 0.2))[0]:
             continue

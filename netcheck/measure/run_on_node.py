@@ -29,9 +29,19 @@ NOT_INSTALLED = "not installed"
 EVENT = "\nR4090C-EVENT "
 OUTPUT_CAP_BYTES = 1048576
 """Of each stream; of longer ones the beginning and the end are kept."""
+PART_CAP_BYTES = 4194304
+"""Of all steps together: bytes that are no text take six times as much on their way."""
+LEAST_CAP_BYTES = 65536
+"""Of a stream, whatever was said before."""
+CUT = b"\n[...]\n"
+"""Stands where output was cut out."""
 COUNTERS_CAP = 4096
 GRACE_S = 2.0
 """est.: between TERM and KILL."""
+LAST_WORDS_S = 2.0
+"""est.: how long what a program leaves behind may go on holding its output once it has ended itself."""
+ANSWER_S = 60
+"""est.: sending an answer of some MiB over a slow line."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 TOOL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Appended to PATH: a non-interactive shell often lacks the sbin folders."""
@@ -39,6 +49,8 @@ TOOL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 libc = ctypes.CDLL(None)
 running = []  # type: list[subprocess.Popen[bytes]]
 """What we started and have not heard the end of."""
+folders = []  # type: list[str]
+"""Temporary folders that we made."""
 
 
 class StopError(Exception):
@@ -52,17 +64,22 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         signal.signal(number, stop)
     os.environ["PATH"] = ":".join(part for part in (os.environ.get("PATH"), TOOL_PATH) if part)
     deadline = time.monotonic() + float(request["limit_s"])
-    folder = tempfile.mkdtemp(prefix="r4090c-measure-")
+    folder = ""
     results = []  # type: list[dict[str, Any]]
     before = after = {}  # type: dict[str, str]
     watched = {}  # type: dict[str, list[str]]
+    not_started = "not started"
     try:
-        for name, text in request["files"].items():
-            with open(os.path.join(folder, os.path.basename(name)), "w", encoding="utf-8") as file:
-                file.write(text)
+        try:
+            folder = prepare(request["files"])
+        except OSError as problem:  # what we have to run is not there: a full or read-only /tmp
+            not_started = "not started: no temporary files: " + (problem.strerror or str(problem))
+            raise StopError from problem
         before = read_counters(request["counters"])
         look(request["watch"], watched, folder)
         for step in request["steps"]:
+            room = PART_CAP_BYTES - sum(len(one["stdout"]) + len(one["stderr"]) for one in results)
+            step["cap_bytes"] = max(LEAST_CAP_BYTES, min(OUTPUT_CAP_BYTES, room // 2))
             result = run_with_retries(step, folder, float(request["retry_for_s"]), deadline)
             results.append(result)
             if result["error"]:
@@ -72,11 +89,26 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     except StopError:
         pass
     finally:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)  # a second one must not keep us from cleaning up, which is bounded
         end_everything()
-        shutil.rmtree(folder, ignore_errors=True)
+        for path in folders:
+            shutil.rmtree(path, ignore_errors=True)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(ANSWER_S)  # a controller that went without a word reads nothing, and writing to it would wait for ever
     while len(results) < len(request["steps"]):
-        results.append({"rc": None, "stdout": "", "stderr": "", "error": "not started", "duration_s": 0.0})
+        results.append({"rc": None, "stdout": "", "stderr": "", "error": not_started, "duration_s": 0.0})
     return {"steps": results, "before": before, "after": after, "watched": watched}
+
+
+def prepare(files: dict[str, str]) -> str:
+    """Return a new temporary folder with `files` in it."""
+    folder = tempfile.mkdtemp(prefix="r4090c-measure-")
+    folders.append(folder)
+    for name, text in files.items():
+        with open(os.path.join(folder, os.path.basename(name)), "w", encoding="utf-8") as file:
+            file.write(text)
+    return folder
 
 
 def stop(number: int, frame: object) -> None:
@@ -108,7 +140,7 @@ def run(step: dict[str, Any], folder: str, deadline: float) -> dict[str, Any]:
     started = time.monotonic()
     deadline = min(deadline, started + float(step["timeout_s"]))
     argv = [word.replace("{folder}", folder) for word in step["argv"]]
-    env = dict(os.environ, LC_ALL="C")
+    env = dict(os.environ, LC_ALL="C", TMPDIR=folder)  # where there is room, and from where it goes again
     env.update(step["env"])
     try:
         process = subprocess.Popen(
@@ -131,13 +163,17 @@ def run(step: dict[str, Any], folder: str, deadline: float) -> dict[str, Any]:
     texts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     open_fds = set(texts)
     waits_for = step["listens_on"]
+    cap_bytes = step.get("cap_bytes", OUTPUT_CAP_BYTES)
     error = ""
+    ended = 0.0
     try:
         while process.poll() is None or open_fds:
             now = time.monotonic()
-            if process.poll() is not None and now > deadline:
-                break  # something it left behind keeps its output open
-            if now >= deadline:
+            if process.poll() is not None:
+                ended = ended or now
+                if now > ended + LAST_WORDS_S:
+                    break  # something it left behind keeps its output open
+            elif now >= deadline:
                 error = "no end within {:g} s".format(float(step["timeout_s"]))
                 break
             if waits_for is not None and listens(waits_for):
@@ -152,7 +188,7 @@ def run(step: dict[str, Any], folder: str, deadline: float) -> dict[str, Any]:
                 if fd:
                     data = os.read(fd, 65536)
                     if data:
-                        keep(texts[fd], data)
+                        keep(texts[fd], data, cap_bytes)
                     else:
                         open_fds.discard(fd)
     finally:
@@ -160,24 +196,34 @@ def run(step: dict[str, Any], folder: str, deadline: float) -> dict[str, Any]:
         for fd in open_fds:  # what it said before it was ended
             os.set_blocking(fd, False)
             try:
-                keep(texts[fd], os.read(fd, 65536))
+                keep(texts[fd], os.read(fd, 65536), cap_bytes)
             except OSError:
                 pass
         process.stdout.close()
         process.stderr.close()
         running.remove(process)
         rc = process.poll()
-    out, err = (bytes(data).decode("utf-8", "replace") for data in texts.values())
+    out, err = (bytes(cut(data, cap_bytes)).decode("utf-8", "replace") for data in texts.values())
+    if waits_for is not None and error != "stopped":
+        said = [line.strip() for line in (out + "\n" + err).splitlines() if line.strip()]
+        tell({"listens_on": None, "said": said[-1][:300] if said else ""})
     duration_s = time.monotonic() - started
     return {"rc": None if error else rc, "stdout": out, "stderr": err, "error": error, "duration_s": duration_s}
 
 
-def keep(text: bytearray, data: bytes) -> None:
-    """Append, and cut out the middle of what gets too long."""
+def keep(text: bytearray, data: bytes, cap_bytes: int) -> None:
+    """Append, and cut what gets far too long: not at every turn, which would move a MiB each time."""
     text += data
-    if len(text) > OUTPUT_CAP_BYTES:
-        half = OUTPUT_CAP_BYTES // 2
-        text[half : len(text) - half] = b"\n[...]\n"
+    if len(text) > 4 * cap_bytes:
+        cut(text, cap_bytes)
+
+
+def cut(text: bytearray, cap_bytes: int) -> bytearray:
+    """Take the middle out of what is longer than `cap_bytes`, and return it."""
+    if len(text) > cap_bytes + len(CUT):
+        half = cap_bytes // 2
+        text[half : len(text) - half] = CUT
+    return text
 
 
 def die_with_parent() -> None:

@@ -54,6 +54,10 @@ CONNECT_MS = 3000
 """A lost first SYN is sent again after 1 s (Linux)."""
 SLACK_S = 10.0
 """est.: connecting, exchanging results, a node under load."""
+PORT_TAKEN = "Address already in use"
+"""What iperf3's server says when somebody has its port."""
+TRIES_MAX = 3
+"""est.: of a pair whose ports are taken; of 28,000 ports a busy node may have used some hundreds."""
 ROUNDS_AGAIN_MAX = 6
 """est.: so many suspects are no longer single faults; the rest is reported as not tested again."""
 
@@ -142,6 +146,12 @@ def plan(setting: Setting, done: Sequence[Sequence[Mapping[str, Any]]]) -> tuple
     tcp = read({"rounds": list(done)})
     if any(test.stage == AGAIN for test in tcp.tests):
         return ()
+    squatted = [pair for pair in _squatted(done) if not {*pair} & {*tcp.failed}]
+    if squatted:
+        rounds = disjoint(squatted)
+        return tuple(
+            _round(setting, len(done) + place, [(pair, (pair, pair[::-1])) for pair in one]) for place, one in enumerate(rounds)
+        )
     nets = {node.name: setting.facts[node.name].net.value for node in setting.nodes}
     suspects = suspects_of(tcp, limits_of(tcp, nets, setting.cluster), nets, setting.cluster, again=False)
     names = [name for name in names if name not in tcp.failed]
@@ -149,6 +159,21 @@ def plan(setting: Setting, done: Sequence[Sequence[Mapping[str, Any]]]) -> tuple
     cells = [cell for kind in (suspects.slow, suspects.lossy, suspects.uneven) for cell in retests(kind, names)]
     rounds = disjoint([*dict.fromkeys(cells)])[:ROUNDS_AGAIN_MAX]
     return tuple(_round(setting, len(done) + place, [(cell, (cell,)) for cell in one], AGAIN) for place, one in enumerate(rounds))
+
+
+def _squatted(done: Sequence[Sequence[Mapping[str, Any]]]) -> list[Cell]:
+    """Return the pairs (client, server) that are to be tested on other ports: somebody had one of theirs the last time.
+
+    Also their own last tests may: the client's end of a connection keeps its port for a minute (TIME_WAIT).
+    """
+    tries: dict[Cell, list[bool]] = {}
+    for record in (record for one in read_rounds({"rounds": list(done)}) for record in one):
+        if record.data.get("stage") == SCREENING:
+            client, server = (as_str(record.data.get(key), key) for key in ("client", "server"))
+            part = record.parts.get(server)
+            said = "".join(step.stdout + step.stderr for step in part.steps) if part is not None else ""
+            tries.setdefault((client, server), []).append(PORT_TAKEN in said)
+    return [pair for pair, taken in tries.items() if taken[-1] and len(taken) < TRIES_MAX]
 
 
 def _round(setting: Setting, number: int, pairs: Sequence[tuple[Cell, tuple[Cell, ...]]], stage: str = SCREENING) -> Round:
@@ -202,14 +227,16 @@ def _bound(setting: Setting, name: str) -> tuple[str, ...]:
 
 def read(measured: object) -> Tcp:
     """Return what was measured. Raises ParseError."""
-    tests: list[Trial] = []
+    tests: dict[tuple[str, ...], list[Trial]] = {}
     failed: dict[str, tuple[str, str]] = {}
     nodes: dict[str, None] = {}
     for record in (record for one in read_rounds(measured) for record in one):
         nodes.update(dict.fromkeys(record.parts))
         failed.update((node, (part.error, part.next_command)) for node, part in record.parts.items() if _is_lost(part))
-        tests += _tests(record)
-    return Tcp(tuple(tests), failed, tuple(nodes))
+        own = [*_tests(record)]
+        key = (own[0].stage, *own[0].pair, *dict.fromkeys(test.sender for test in own)) if own else ()
+        tests[key] = own  # what was tried on other ports counts
+    return Tcp(tuple(test for own in tests.values() for test in own), failed, tuple(nodes))
 
 
 def _is_lost(part: PartResult) -> bool:

@@ -16,6 +16,7 @@ import tempfile
 import traceback
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -42,8 +43,19 @@ COMMANDS: dict[str, str] = {
 """Command name -> one line of help. Each lives in `r4090c/cli/<name>.py` as `command`."""
 
 
+PRINTERS = ("click.utils", "rich.console")
+"""Modules through which everything is printed."""
+
+
 class LazyGroup(click.Group):
     """A group that knows its commands by name and imports one only to run it or to show its own help."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. A reader that went away (`r4090c logs … | head`) is no failure; click would end with 1."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            return Exit.OK  # nothing more to say, and nobody to say it to
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the command names, sorted."""
@@ -114,9 +126,9 @@ def program() -> None:
             signal.signal(number, _interrupt)
     gc.set_threshold(50_000, 20, 50)  # short-lived: the default makes dozens of passes over imported modules
     code = _run()
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # told already, or nobody is left to be told
+            stream.flush()
     os._exit(code)
 
 
@@ -148,13 +160,23 @@ def _run() -> int:
 
         tell_error(error)
         return error.exit_code
-    except BrokenPipeError:
-        # The reader went away (`r4090c logs … | head`): nothing more to say, and nobody to say it to.
-        return Exit.OK
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else Exit.OK
+    except OSError as error:
+        if not _printing(error):
+            return _report_bug()
+        from r4090c.cli.common import stdout_error, tell_error
+
+        tell_error(stdout_error(error, "df -h"))
+        return Exit.USAGE
     except Exception:  # noqa: BLE001 -- the last resort: any other exception is a bug of ours
         return _report_bug()
+
+
+def _printing(error: BaseException) -> bool:
+    """Return whether `error` was raised by printing: standard output is a file on a full disk."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") in PRINTERS for frame in frames)
 
 
 def _report_bug() -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from r4090c.errors import R4090cError, UsageError
+from r4090c.errors import Exit, R4090cError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,6 +76,26 @@ def pasteable(text: str) -> str:
 def tell_error(error: R4090cError) -> None:
     """Print an error on stderr the way all commands do."""
     click.echo(f"{styled('error:', fg='red', bold=True)} {pasteable(str(error))}", err=True)
+
+
+def on_stdout(say: Callable[[], None], otherwise: str) -> Exit:
+    """Call `say`, which prints on standard output; return Exit.OK, or Exit.USAGE where it could not and `otherwise` was proposed.
+
+    For commands that go on to write files: neither a reader that went away (`| head`) nor a full disk may keep them from it.
+    """
+    try:
+        say()
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        tell_error(stdout_error(error, otherwise))
+        return Exit.USAGE
+    return Exit.OK
+
+
+def stdout_error(error: OSError, otherwise: str) -> UsageError:
+    """Return what to tell when standard output took no more, as when it is a file on a full disk."""
+    return UsageError("standard output", f"cannot be written: {error.strerror or error}", "room for what is printed", otherwise)
 
 
 def remember(record: Callable[..., None], *what: Any) -> None:

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from r4090c.cli.common import choose_nodes, cluster_option, err, json_option, load, nodes_option, out, print_json, tell_error
+from r4090c.cli.common import (
+    choose_nodes,
+    cluster_option,
+    err,
+    json_option,
+    load,
+    nodes_option,
+    on_stdout,
+    out,
+    print_json,
+    tell_error,
+)
 from r4090c.errors import Exit, UsageError
 
 if TYPE_CHECKING:
@@ -59,11 +70,9 @@ def command(
     chosen = [node for node in choose_nodes(cluster, nodes) if node.name in raw.reach]
     facts = parse_raw(raw, cluster)
     silent = [node for node in chosen if raw.reach[node.name]["verdict"] != "ok"]
-    if as_json:
-        print_json(_report(cluster, raw, chosen, facts))
-    else:
-        _show(cluster, raw, chosen, facts)
-    code = Exit.UNKNOWN if silent or not chosen else Exit.OK
+    report = _report(cluster, raw, chosen, facts) if as_json else None
+    told = on_stdout(lambda: print_json(report) if as_json else _show(cluster, raw, chosen, facts), "r4090c facts --save FILE")
+    code = Exit.UNKNOWN if silent or not chosen else told
     if save is not None:  # after the facts were shown: a file that cannot be written must not lose them
         from netcheck.bundle import save_bundle
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from r4090c.cli.common import cluster_option, find_cluster_file, json_option, load, print_json
+from r4090c.cli.common import cluster_option, find_cluster_file, json_option, load, on_stdout, print_json
 from r4090c.cli.preflight import level_options, print_lines, progress
 from r4090c.errors import UsageError
 
@@ -82,7 +82,7 @@ def command(
     code = int(exit_code(findings))
     if code or not as_json:
         lines = screen(cluster.name, list(raw.reach), time.monotonic() - started, findings, width=None)
-        print_lines(lines, to_stderr=as_json)
+        on_stdout(lambda: print_lines(lines, to_stderr=as_json), "r4090c lock --json")
     if code and not allow_unfit:
         click.echo(
             f"not locked: a lock is what a fit cluster was like. Mend it, or say --allow-unfit.  ({path} is as it was)", err=True

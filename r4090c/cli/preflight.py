@@ -21,6 +21,7 @@ from r4090c.cli.common import (
     json_option,
     load,
     nodes_option,
+    on_stdout,
     pasteable,
     print_json,
     remember,
@@ -138,8 +139,10 @@ def command(
     record = _record(outcome)
     comparison = _compare(outcome, record, from_file is not None) if with_diff else None
     outcome = replace(outcome, diff=comparison.diff if comparison else None)
-    _tell(outcome, comparison, save_file or from_file, verbose, as_json)
     code = int(exit_code(findings))
+    facts_file = save_file or from_file
+    told = on_stdout(lambda: _tell(outcome, comparison, facts_file, verbose, as_json), "r4090c preflight --html FILE")
+    code = code or int(told)
     for option, path in files.items():  # after the report: a file that cannot be written must not lose it
         if path is not None:
             try:

@@ -6,18 +6,19 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from netcheck.gather import PROBE_SOURCE
 from r4090c.model import Node
-from r4090c.remote import Answer
+from r4090c.remote import EVENT_MARKER, Answer
 
 BOOTSTRAP = (
     "import json,sys;g={'__name__':'node'};exec(compile(sys.argv[1],'probe','exec'),g);"
     "print(json.dumps(g['main'](json.load(sys.stdin))))"
 )
+CONVERSE = BOOTSTRAP.replace("json.load(sys.stdin)", "json.loads(sys.stdin.buffer.raw.readline())")
 
 
 def run_probe(
@@ -61,3 +62,34 @@ class LocalShell:
             cwd=Path("/"),
         )
         return Answer(json.loads(done.stdout), self.noise, sent + self.clock_s, time.time() + self.clock_s)
+
+    def converse(self, source: str, request: object, *, timeout_s: float) -> LocalConversation:
+        """Start `source` here as a conversation."""
+        argv = ["timeout", str(timeout_s), sys.executable, "-I", "-S", "-c", CONVERSE, source]
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        return LocalConversation(process)
+
+
+class LocalConversation:
+    """A remote.Conversation with a local process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def stop(self) -> None:
+        """End its standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def answer(self, told: Callable[[Any], None] = lambda event: None) -> Any:
+        """Return the answer, telling events before it."""
+        assert self.process.stdout is not None
+        with self.process:
+            for line in filter(str.strip, self.process.stdout):
+                if not line.startswith(EVENT_MARKER):
+                    return json.loads(line)
+                told(json.loads(line.removeprefix(EVENT_MARKER)))
+        raise AssertionError("no answer")
