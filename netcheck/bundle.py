@@ -192,6 +192,8 @@ def load_bundle(path: Path) -> tuple[Cluster, Raw]:
     """Return the cluster and the raw answers kept in `path`. Raises UsageError for anything that is not a whole bundle."""
     from pydantic import TypeAdapter, ValidationError
 
+    from r4090c.inventory import mistake_in
+
     members = _read_members(path)
     texts = {name: _decode(path, name, data) for name, data in members.items()}
     head = _json(path, "bundle.json", texts.pop("bundle.json", None))
@@ -206,6 +208,9 @@ def load_bundle(path: Path) -> tuple[Cluster, Raw]:
         reach = TypeAdapter(dict[str, _Reach]).validate_json(texts["reach.json"], strict=True)
     except (ValidationError, RecursionError) as error:
         raise _refuse(path, f"cluster.json or reach.json: {str(error)[:300]}") from error
+    mistake = mistake_in(cluster)
+    if mistake:
+        raise _refuse(path, f"cluster.json: {mistake}", "what cluster.yaml may hold")
     answers, measurements = {}, {}
     for name, text in texts.items():
         folder, _, file = name.partition("/")

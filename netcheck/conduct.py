@@ -11,7 +11,7 @@ from typing import Any
 
 from netcheck.measure.job import NOT_STARTED, Job, MeasurementModule, Part, Round, Setting, read_part
 from r4090c.errors import ParseError
-from r4090c.remote import Fleet, NodeError
+from r4090c.remote import Fleet, NodeError, ssh_command
 
 SOURCE = files("netcheck.measure").joinpath("run_on_node.py").read_text(encoding="utf-8")
 """The program a node runs for each part."""
@@ -19,6 +19,8 @@ READY_S = 15.0
 """est.: a server that does not listen by then will not."""
 SERVER_ENDS_S = 2.0
 """est.: a server that served ends by itself within this time; then it is told to. So are all once a node of their job is lost."""
+STOPPED_S = 20.0
+"""est.: ending what runs takes 4 s, reading counters and kernel logs once more 10 s; who does not answer then is lost."""
 SLACK_S = 10.0
 """est.: what a loaded node may need on top of a part's own limit before it is given up."""
 ROUNDS_MAX = 500
@@ -97,9 +99,13 @@ class _Running:
         if not (idle or lost):
             return
         self.in_vain_since = self.in_vain_since or time.monotonic()
-        if time.monotonic() - self.in_vain_since >= SERVER_ENDS_S:
+        waited_s = time.monotonic() - self.in_vain_since
+        if waited_s >= SERVER_ENDS_S:
             for node in [*self.stops]:
                 self.stops.pop(node)()
+        if waited_s >= SERVER_ENDS_S + STOPPED_S:
+            for node in (node for node, future in self.futures.items() if not future.done()):
+                self.fleet.drop(node)  # it does not even stop: frozen; its connection is the last that would be heard of it
 
     def _work(self, part: Part) -> dict[str, Any]:
         if not part.serves:
@@ -120,6 +126,11 @@ class _Running:
             words = f": {told['said']}" if told.get("said") else ""
             self._settle(part, "" if told.get("listens_on") is not None else f"did not listen{words}")
 
+    def _lose(self, part: Part, why: str, next_command: str) -> dict[str, Any]:
+        """Note that a node takes no further part, and return what is kept of this one."""
+        told = self.lost[part.node] = {"error": why, "unreached": True, "next_command": next_command}
+        return told
+
     def _settle(self, part: Part, failure: str = "") -> None:
         event = self.settled[part.node]
         if failure and not event.is_set():
@@ -134,13 +145,13 @@ class _Running:
             self.stops[part.node] = conversation.stop
             answer = conversation.answer(lambda event: self._heard(part, event))
         except NodeError as error:
-            told = {"error": error.observed, "unreached": True, "next_command": error.next_command}
-            self.lost[part.node] = told
-            return told
+            return self._lose(part, error.observed, error.next_command)
         try:
             done = read_part(answer)
         except ParseError as error:
-            return {"error": f"the node's answer is not understood: {error}", "unreached": True}
+            return self._lose(part, f"the node's answer is not understood: {error}", "")
+        if done.error:
+            return self._lose(part, done.error, f"{ssh_command(self.fleet.nodes[part.node])} df -h /tmp /var/tmp .")
         if part.serves and done.steps and done.steps[0].error:
             self._settle(part, done.steps[0].error)
         return dict(answer)

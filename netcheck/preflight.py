@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import secrets
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -20,7 +21,7 @@ from netcheck.measure.job import Level, Setting
 from netcheck.raw import Raw, parse_raw
 from r4090c.errors import ParseError, UsageError
 from r4090c.model import Cluster, Finding, Node, NodeFacts
-from r4090c.remote import Fleet, NodeError, Shell
+from r4090c.remote import Fleet, NodeError, Shell, Verdict, ssh_command
 
 SLACK_S = 10.0
 """est.: what a loaded node may need on top of a measurement's own time limit before it is given up."""
@@ -191,15 +192,27 @@ class _Holders:
         executor = ThreadPoolExecutor(max_workers=max(1, len(self.requests)), thread_name_prefix="holder")
         self.futures = {name: executor.submit(self._hold, name) for name in self.requests}
         executor.shutdown(wait=False)
-        for event in self.settled.values():
-            event.wait()  # every thread has an end, and sets it then at the latest
+        deadline = time.monotonic() + nonce.BEGIN_S
+        for name, event in self.settled.items():
+            if not event.wait(max(0.0, deadline - time.monotonic())):  # the others do not hold theirs for ever
+                self.wrote.setdefault(name, self._give_up(name, nonce.BEGIN_S))
         return {name: self.wrote[name] for name in self.requests}
 
     def end(self) -> dict[str, Mapping[str, Any]]:
         """Let all remove what they wrote; return what each says of that."""
-        for stop in self.stops.values():
+        for stop in [*self.stops.values()]:
             stop()
-        return {name: future.result() for name, future in self.futures.items()}
+        limit_s = nonce.ANSWER_WITHIN_S + SLACK_S
+        _, late = wait(self.futures.values(), timeout=limit_s)
+        return {
+            name: self._give_up(name, limit_s) if future in late else future.result() for name, future in self.futures.items()
+        }
+
+    def _give_up(self, name: str, limit_s: float) -> Mapping[str, Any]:
+        """Close the connection to a node that did not answer; return what is told of it."""
+        self.fleet.drop(name)
+        node = self.fleet.nodes[name]
+        return _told(NodeError(name, Verdict.TIMEOUT, f"no answer within {limit_s:g} s", "", ssh_command(node)))
 
     def _hold(self, name: str) -> Mapping[str, Any]:
         def told(event: Any) -> None:

@@ -35,6 +35,7 @@ from r4090c.model import Cluster, Expect, Network, Node, Paths, Ssh, Storage
 from r4090c.paths import SharedPaths
 
 P = TypeVar("P", bound=BaseModel)
+F = TypeVar("F", int, float)
 
 Loc = tuple[int | str, ...]
 """A place in the file, as pydantic spells it: ("nodes", 2, "ssh", "port")."""
@@ -167,6 +168,12 @@ def _line(value: str) -> str:
     return value
 
 
+def _possible(value: F) -> F:
+    if value > 1e12:  # far above any threshold, and yet nothing computed from it overflows
+        raise _wrong("a number from 0 up, and below 1e12")
+    return value
+
+
 def _env_name(value: str) -> str:
     if not _ENV_NAME.fullmatch(value):
         raise _wrong("a variable name: letters, digits and '_', not starting with a digit")
@@ -195,6 +202,7 @@ Line = Annotated[str, AfterValidator(_line)]
 EnvName = Annotated[str, AfterValidator(_env_name)]
 EnvValue = Annotated[str, AfterValidator(_env_value)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Rate = Annotated[Number, AfterValidator(_possible)]
 Env = Annotated[dict[EnvName, EnvValue], Field(json_schema_extra={"propertyNames": {"pattern": f"^{_ENV_NAME.pattern}$"}})]
 
 # --------------------------------------------------------------------------- the file schema
@@ -266,7 +274,7 @@ class NetworkPart(_Part):
     subnet: Cidr = Field(
         "", json_schema_extra=_drop_default, description="Network that all data addresses lie in, like 10.10.0.0/24."
     )
-    rate_gbit_s: Number = Field(0.0, gt=0, json_schema_extra=_drop_default, description="Line rate of a node's port, Gbit/s.")
+    rate_gbit_s: Rate = Field(0.0, gt=0, json_schema_extra=_drop_default, description="Line rate of a node's port, Gbit/s.")
     mtu: int = Field(
         0, ge=576, le=65_536, json_schema_extra=_drop_default, description="MTU every data interface should have, bytes."
     )
@@ -296,15 +304,26 @@ class PathsPart(_Part):
     )
 
 
+_BOUNDS: dict[str, tuple[int, int | None]] = {
+    "tcp_streams": (1, 128),
+    "rdma_iterations": (5, 100_000),
+    "rdma_latency_iterations": (5, 100_000),
+    "storage_visible_warn_s": (0, 600),
+}
+"""Thresholds that are options of tools (iperf3(1): at most 128 streams; perftest(1): at least 5 iterations), or time to wait."""
+
+
 def _threshold(name: str, kind: Any, default: Any) -> tuple[Any, Any]:
     """Return the pydantic field for one field of model.Expect."""
     if kind is bool:
         return bool, default
+    least, most = _BOUNDS.get(name, (0, None))
     if kind is int:
-        return Annotated[int, Field(ge=0)], default
+        return Annotated[int, Field(ge=least, le=most), AfterValidator(_possible)], default
     if kind is float:
         # A tolerance is a share: 0.05, not 5.
-        return (Annotated[Number, Field(ge=0, le=1)] if name.endswith("_tolerance") else Annotated[Number, Field(ge=0)]), default
+        bounds = Field(ge=least, le=1 if name.endswith("_tolerance") else most)
+        return Annotated[Number, bounds, AfterValidator(_possible)], default
     return Annotated[kind, BeforeValidator(_integers)], default
 
 
@@ -1048,6 +1067,34 @@ def _default_known_hosts() -> list[str]:
     """Return ~/.ssh/known_hosts when it exists, and ours, which `r4090c provision` writes."""
     users, ours = _expand_home("~/.ssh/known_hosts"), str(config_folder() / "known_hosts")
     return [users, ours] if os.access(users, os.F_OK) else [ours]
+
+
+def mistake_in(cluster: Cluster) -> str:
+    """Return what `cluster` holds that no cluster.yaml may, "" when it holds nothing of that kind.
+
+    For clusters that come from elsewhere, as from a bundle: what is judged may rely on what this module checks.
+    """
+    for node in cluster.nodes:
+        network, storage, ssh = cluster.network, cluster.storage, node.ssh
+        stated = {"subnet": network.subnet, "rate_gbit_s": network.rate_gbit_s, "mtu": network.mtu}
+        login = {"user": ssh.user, "port": ssh.port, "connect_timeout_s": ssh.connect_timeout_s}
+        entry = {"name": node.name, "address": ssh.address, "data_address": node.data_address, "gpus": node.gpus}
+        document = {
+            "name": cluster.name,
+            "nodes": [{**entry, "ssh": login, "env": node.env}],
+            "network": {"kind": network.kind, **{key: value for key, value in stated.items() if value is not None}},
+            "storage": {"kind": storage.kind},
+            "paths": {"shared": node.paths.shared, "runs": node.paths.runs, "python": node.paths.python},
+            "expect": dataclasses.asdict(cluster.expect),
+            "env": cluster.env,
+        }
+        try:
+            ClusterFile.model_validate(document)
+        except ValidationError as error:
+            first = error.errors()[0]
+            return f"{'.'.join(map(str, first['loc']))}: {first['input']!r:.80}"
+    names = [node.name for node in cluster.nodes]
+    return "" if names and len({*names}) == len(names) else "nodes: none, or two of one name"
 
 
 # --------------------------------------------------------------------------- --nodes

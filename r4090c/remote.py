@@ -606,7 +606,7 @@ class Shell:
         try:
             channel: paramiko.Channel = self._connection.transport.open_session(timeout=AUTH_TIMEOUT_S)
             # paramiko awaits the answer to this without a limit; a session that froze meanwhile never gives one.
-            limit = threading.Timer(AUTH_TIMEOUT_S, channel.close)
+            limit = threading.Timer(AUTH_TIMEOUT_S, Stream(channel).close)
             limit.daemon = True
             limit.start()
             try:

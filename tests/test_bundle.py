@@ -9,7 +9,7 @@ import random
 import re
 import tarfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +375,17 @@ def having(*extra: tuple[tarfile.TarInfo, bytes], without: str = "", **changed: 
     return change
 
 
+def forged(twice: bool = False, **changes: Any) -> bytes:
+    """Return cluster.json of a good bundle with some values in it that no cluster.yaml may hold."""
+    cluster = asdict(strip_cluster(cluster_of()))
+    cluster["nodes"][0].update(changes.pop("node", {}))
+    for key, change in changes.items():
+        cluster[key] = {**cluster[key], **change} if isinstance(change, dict) else change
+    if twice:
+        cluster["nodes"] = [cluster["nodes"][0]] * 2
+    return json.dumps(cluster).encode()
+
+
 HOSTILE: dict[str, tuple[Change, str]] = {
     "traversal": (having(plain("../evil.json")), "unexpected member"),
     "traversal below a folder": (having(plain("answers/../../evil.json")), "unexpected member"),
@@ -399,6 +410,11 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         having(cluster=b'{"name": 7, "nodes": [], "network": {}, "storage": {}, "expect": {}}'),
         "cluster.json",
     ),
+    "a subnet that is none": (having(cluster=forged(network={"subnet": "10.10.0"})), "subnet"),
+    "a threshold without bounds": (having(cluster=forged(expect={"shm_min_gib": 1e300})), "shm_min_gib"),
+    "a name that is a path": (having(cluster=forged(node={"name": "../x"})), "name"),
+    "two nodes of one name": (having(cluster=forged(twice=True)), "two of one name"),
+    "no node": (having(cluster=forged(nodes=[])), "nodes"),
     "reach of another shape": (having(reach=b'{"node01": {"verdict": 7}}'), "reach.json"),
     "reached without an answer": (
         having(reach=json.dumps({"node01": {**LOST, "verdict": "ok"}}).encode()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netcheck.conduct import SERVER_ENDS_S, carry_out, run_round
+from netcheck import conduct
+from netcheck.conduct import READY_S, SERVER_ENDS_S, carry_out, run_round
 from netcheck.measure import job, run_on_node
 from netcheck.measure.job import NOT_INSTALLED, Job, Level, Part, Record, Round, Setting, Step, read_rounds
 from netcheck.measure.schedule import all_pairs, ring_pairs
 from r4090c.errors import ParseError
 from r4090c.inventory import load_cluster
 from r4090c.remote import EVENT_MARKER, Fleet
-from tests.lab import Lab
+from tests.lab import Lab, LabError
 
 GREETER = (
     "import socket,sys;s=socket.create_server(('',int(sys.argv[1])));c=s.accept()[0];"
@@ -277,3 +279,102 @@ def test_a_node_that_dies_is_told_and_asked_no_more_and_the_others_go_on(fleet: 
     assert second[1].parts["node02"].error == first[1].parts["node02"].error
     mended_lab4.heal("node02")
     assert nothing_left(mended_lab4)  # the node noticed that its controller was gone
+
+
+# --------------------------------------------------------------------------- what goes wrong on the nodes
+
+
+@pytest.mark.lab
+def test_a_server_that_ends_without_listening_is_told_at_once_and_why(fleet: Fleet, mended_lab4: Lab) -> None:
+    server = python("import sys;sys.exit('unable to listen: Address already in use')", listens_on=41001)
+    began = time.monotonic()
+    record = only(run_round(fleet, (Job("a", (Part("node01", (python("print(1)"),)), Part("node02", (server,)))),), {}))
+    assert time.monotonic() - began < READY_S / 2
+    told = "node02 did not listen: unable to listen: Address already in use"
+    assert record.parts["node01"].error == f"not started: {told}"
+    assert record.parts["node02"].steps[0].rc == 1
+
+
+@pytest.mark.lab
+def test_what_awaits_a_lost_node_is_ended(fleet: Fleet, mended_lab4: Lab) -> None:
+    """Ranks await the others for a minute or more."""
+    waits = python("import time;print('so far',flush=True);time.sleep(60)", timeout_s=90)
+    mended_lab4.stop_sshd("node02")
+    began = time.monotonic()
+    record = only(run_round(fleet, (Job("a", (Part("node01", (waits,)), Part("node02", (waits,)))),), {}))
+    assert time.monotonic() - began < 20
+    assert "refused" in record.parts["node02"].error
+    assert (record.parts["node01"].steps[0].error, record.parts["node01"].steps[0].stdout) == ("stopped", "so far\n")
+    assert nothing_left(mended_lab4)
+
+
+@pytest.mark.lab
+def test_a_node_that_froze_is_given_up_when_the_others_are_done(
+    fleet: Fleet, mended_lab4: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conduct, "STOPPED_S", 2.0)
+    freeze = "import os,time;os.kill(os.getppid(),19);time.sleep(90)"  # the program that serves stops its own keeper
+    server = python(f"import socket,os;s=socket.create_server(('',41001));{freeze}", listens_on=41001, timeout_s=90)
+    began = time.monotonic()
+    record = only(run_round(fleet, (Job("a", (Part("node01", (python("print(1)"),)), Part("node02", (server,)))),), {}))
+    assert time.monotonic() - began < 60
+    assert "broke" in record.parts["node02"].error
+    for pid, _ in mended_lab4.processes("node02"):
+        with contextlib.suppress(LabError):
+            mended_lab4.kill("node02", pid, "CONT")
+    assert nothing_left(mended_lab4)
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("says", ["{}", "7", '{"steps": [7]}', '{"steps": [{"rc": 0}]}'])
+def test_an_answer_that_is_none_is_told_of_its_node(fleet: Fleet, mended_lab4: Lab, says: str) -> None:
+    text = f"#!/bin/sh\ncat >/dev/null &\necho\necho 'R4090C-ANSWER {says}'\n"
+    stand_in = mended_lab4.stand_in("node02", "python3", text)
+    lost: dict[str, dict[str, Any]] = {}
+    try:
+        server = python("print(1)", listens_on=41001)
+        record = only(run_round(fleet, (Job("a", (Part("node01", (python("print(1)"),)), Part("node02", (server,)))),), lost))
+    finally:
+        stand_in.unlink()
+    assert record.parts["node02"].error.startswith("the node's answer is not understood")
+    assert record.parts["node01"].error == "not started: node02 did not listen"
+    assert [*lost] == ["node02"]
+
+
+@pytest.mark.lab
+def test_a_daemon_that_holds_the_output_does_not_hold_us(fleet: Fleet, mended_lab4: Lab) -> None:
+    daemon = Step(("sh", "-c", "echo said; setsid sh -c 'trap \"\" TERM; sleep 60' & exit 0"), 40)
+    began = time.monotonic()
+    record = only(run_round(fleet, (Job("a", (Part("node01", (daemon, python("print('next')"))),)),), {}))
+    assert time.monotonic() - began < 20
+    assert [step.stdout for step in record.parts["node01"].steps] == ["said\n", "next\n"]
+    assert nothing_left(mended_lab4)
+
+
+@pytest.mark.lab
+def test_megabytes_of_anything_are_cut_on_the_node(fleet: Fleet) -> None:
+    loud = tuple(Step(("head", "-c", "20000000", "/dev/urandom"), 20) for _ in range(8))
+    began = time.monotonic()
+    record = only(run_round(fleet, (Job("a", (Part("node01", loud),)),), {}))
+    assert time.monotonic() - began < 30
+    kept = [len(step.stdout) for step in record.parts["node01"].steps]
+    assert sum(kept) < 1.5 * run_on_node.PART_CAP_BYTES and min(kept) > 10_000
+
+
+@pytest.mark.lab
+def test_a_node_without_room_for_temporary_files_is_told_once(fleet: Fleet, mended_lab4: Lab) -> None:
+    """A name that no file system takes stands for a full one."""
+    lost: dict[str, dict[str, Any]] = {}
+    part = Part("node01", (python("print(1)"),), files={"x" * 300: ""})
+    record = only(run_round(fleet, (Job("a", (part,)),), lost))
+    assert record.parts["node01"].error == "no room for temporary files: File name too long"
+    assert record.parts["node01"].next_command.endswith("df -h /tmp /var/tmp .")
+    assert [*lost] == ["node01"]
+    assert nothing_left(mended_lab4)
+
+
+@pytest.mark.lab
+def test_tools_find_their_temporary_files_where_ours_are(fleet: Fleet) -> None:
+    record = only(run_round(fleet, (Job("a", (Part("node01", (Step(("sh", "-c", "echo $TMPDIR; pwd"), 5),)),)),), {}))
+    told, here = record.parts["node01"].steps[0].stdout.splitlines()
+    assert told == here and told.startswith("/tmp/r4090c-measure-")

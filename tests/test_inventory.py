@@ -509,6 +509,21 @@ CASES: dict[str, tuple[str, str, str, str, str]] = {
     ),
     "switch": (HEAD + ONE + "expect: {compiler: 1}\n", "5: expect.compiler", "1", "true or false", ""),
     "threshold nan": (HEAD + ONE + "expect: {shm_min_gib: .nan}\n", "5: expect.shm_min_gib", ".nan", "a number from 0 up", ""),
+    "threshold beyond all": (
+        HEAD + ONE + "expect: {shm_min_gib: 1.0e+300}\n",
+        "5: expect.shm_min_gib",
+        "1.0e+300",
+        "below 1e12",
+        "",
+    ),
+    "no stream": (HEAD + ONE + "expect: {tcp_streams: 0}\n", "5: expect.tcp_streams", "0", "from 1 to 128", ""),
+    "more streams than iperf3 has": (
+        HEAD + ONE + "expect: {tcp_streams: 129}\n",
+        "5: expect.tcp_streams",
+        "129",
+        "from 1 to 128",
+        "",
+    ),
     "threshold inf": (HEAD + ONE + "expect: {shm_min_gib: .inf}\n", "5: expect.shm_min_gib", ".inf", "a number from 0 up", ""),
     "threshold below 0": (
         HEAD + ONE + "expect: {shm_min_gib: -0.5}\n",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -139,6 +140,26 @@ def test_suspects_are_tested_again_with_good_nodes_and_only_once() -> None:
     assert tcp.plan(setting, [*screening, [record]]) == ()
     well, screening = done_with("all-well", "tcp-bandwidth")
     assert tcp.plan(setting_of(well), screening) == ()
+
+
+def test_a_pair_whose_port_is_taken_is_tried_on_others_and_what_it_finds_then_counts() -> None:
+    case, (first, *others) = done_with("all-well", "tcp-bandwidth")
+    setting = setting_of(case, Level.FULL)
+    sound = next(record for record in first)
+    client, server = sound["data"]["client"], sound["data"]["server"]
+    steps = [{**step, "stdout": ""} for step in sound["parts"][client]["steps"]]
+    says = {"rc": 1, "stdout": "", "stderr": "iperf3: error - unable to start listener: Address already in use\n", "error": ""}
+    taken = {client: {"steps": steps}, server: {"steps": [{**says, "duration_s": 0.1} for _ in steps]}}
+    squatted = {**sound, "parts": taken}
+    done = [[squatted, *first[1:]], *others]
+    ((again,),) = tcp.plan(setting, done)
+    assert {again.data["client"], again.data["server"], again.data["stage"]} == {client, server, "screening"}
+    before = tcp.plan(setting, [])
+    ports = {word_after(argv, "-p") for one in before for job in one for argv in argvs(job, job.data["client"])}
+    assert not {word_after(argv, "-p") for argv in argvs(again, client)} & ports
+    assert not tcp.read({"rounds": done}).cells().keys() & {(client, server)}
+    assert tcp.read({"rounds": [*done, [sound]]}).cells() == tcp.read({"rounds": [first, *others]}).cells()
+    assert not any(job.data["stage"] == "screening" for one in tcp.plan(setting, [*done, [squatted], [squatted]]) for job in one)
 
 
 def test_lost_segments_make_a_suspect_too() -> None:
@@ -294,6 +315,20 @@ def test_commands_run_a_few_at_a_time_each_with_its_own_end() -> None:
     assert (slow["rc"], slow["error"]) == (None, "no end within 0.2 s")
     assert (missing["rc"], missing["error"]) == (None, NOT_INSTALLED)
     assert bad["rc"] == 255
+
+
+def test_a_command_without_end_or_with_a_daemon_takes_neither_memory_nor_time() -> None:
+    began = time.monotonic()
+    endless, daemon = commands_on_node.run_all(
+        [
+            {"argv": ("sh", "-c", "exec cat /dev/zero"), "timeout_s": 1.0, "retry_on": ()},
+            {"argv": ("sh", "-c", "echo said; setsid sleep 6 & exit 0"), "timeout_s": 30.0, "retry_on": ()},
+        ],
+        2,
+    )
+    assert time.monotonic() - began < 5
+    assert (endless["rc"], endless["error"], len(endless["stdout"])) == (None, "no end within 1 s", commands_on_node.KEPT_BYTES)
+    assert (daemon["rc"], daemon["stdout"], daemon["error"]) == (0, "said\n", "")
 
 
 # --------------------------------------------------------------------------- damaged answers

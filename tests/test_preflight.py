@@ -463,3 +463,45 @@ def test_ctrl_c_leaves_nothing_behind(lab4: Lab, after_s: float) -> None:
         time.sleep(0.1)
     assert listening == ""
     assert [entry.name for entry in lab4.shared.iterdir() if "nonce" in entry.name] == []
+
+
+@needs_lab
+def test_a_killed_controller_leaves_no_file_and_no_process(lab4: Lab) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "r4090c", "--cluster", str(lab4.cluster_file), "preflight", "--only", "storage"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=REPOSITORY,
+    )
+    while not any("nonce" in entry.name for entry in lab4.shared.iterdir()):
+        assert process.poll() is None, "it ended before a file showed"
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 5
+    while any(lab4.processes(name) for name in lab4.nodes):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert [*lab4.shared.iterdir()] == []
+
+
+@needs_lab
+def test_a_node_that_freezes_while_it_writes_is_given_up_and_the_others_are_judged(mended_lab4: Lab) -> None:
+    """Everybody holds a file until all have read: not for so long that the others see theirs go."""
+    frozen = '#!/bin/sh\ncase "$*" in *buffer.raw*) kill -STOP $$;; esac\nexec /usr/bin/python3 "$@"\n'
+    stand_in = mended_lab4.stand_in("node02", "python3", frozen)
+    began = time.monotonic()
+    try:
+        code, answer = ask(mended_lab4, "--only", "shared-path")
+    finally:
+        for pid, _ in mended_lab4.processes("node02"):
+            mended_lab4.kill("node02", pid)
+        stand_in.unlink()
+    assert time.monotonic() - began < 60
+    assert code == Exit.UNKNOWN
+    assert {finding["subject"]: finding["status"] for finding in answer["findings"]} == {
+        "node01": "pass",
+        "node02": "unknown",
+        "node03": "pass",
+        "node04": "pass",
+    }
+    assert [*mended_lab4.shared.iterdir()] == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from netcheck.report_matrix import shown, table
 from r4090c.cli import preflight as command
 from r4090c.errors import Exit
 from tests.checks.cases import build
-from tests.cli import run
+from tests.cli import PROGRAM, environment, run
 from tests.reports import machine, pairs_of, tcp_measured
 from tests.terminal import on_terminal
 
@@ -258,3 +260,35 @@ def test_quick_work_is_silent(bundle: Path) -> None:
     started = time.monotonic()
     assert replay(bundle)[2] == ""
     assert time.monotonic() - started < command.FIRST_WORD_S
+
+
+def into(bundle: Path, where: str, *words: str) -> tuple[int, str]:
+    """Run the program with standard output going `where`; return (exit code, standard error)."""
+    line = f"{shlex.join([*PROGRAM, 'preflight', '--from', str(bundle), *words])}; echo code $? >&2"
+    shell = subprocess.run(
+        ["sh", "-c", f"({line}) {where}"],
+        capture_output=True,
+        text=True,
+        cwd=bundle.parent,
+        env=environment(bundle.parent),
+        timeout=60,
+    )
+    return int(shell.stderr.rpartition("code ")[2]), shell.stderr
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_a_reader_that_went_away_changes_neither_the_verdict_nor_the_files(bundle: Path, words: tuple[str, ...]) -> None:
+    code, errors = into(bundle, "| true", "--html", "r.html", "--only", "time", *words)
+    assert code == Exit.OK and "written: r.html" in errors
+    assert (bundle.parent / "r.html").stat().st_size > 100
+    (bundle.parent / "r.html").unlink()
+    code, errors = into(bundle, "| true", "--html", "r.html", "--only", "free-ports", *words)
+    assert code == Exit.UNKNOWN and "written: r.html" in errors, "nothing of it was measured"
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
+def test_a_full_disk_behind_standard_output_is_told_and_loses_no_file(bundle: Path) -> None:
+    code, errors = into(bundle, "> /dev/full", "--html", "r.html", "--only", "time", "-v")
+    assert code == Exit.USAGE
+    assert "standard output: cannot be written: No space left on device" in errors and "written: r.html" in errors
+    assert "Traceback" not in errors and "bug:" not in errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 from netcheck.facts.question import Question, Reply, as_int, as_list, as_mapping, as_str
@@ -69,6 +70,8 @@ def parse(reply: Reply) -> NetFact:
     for peer, value in as_mapping(reply.native("route"), "route").items():
         route = as_mapping(value, f"route to {peer}")
         iface, source = route.get("iface"), route.get("source")
+        if source is not None and not _is_address(as_str(source, f"route to {peer}")):
+            raise ParseError(f"route to {peer}: {source!r:.80} is no address")
         routes[peer] = (
             None if iface is None else as_str(iface, f"route to {peer}"),
             None if source is None else as_str(source, f"route to {peer}"),
@@ -77,6 +80,14 @@ def parse(reply: Reply) -> NetFact:
     for name, value in as_mapping(reply.native("resolve"), "resolve").items():
         names[name] = () if isinstance(value, dict) else tuple(as_str(item, name) for item in as_list(value, name))
     return NetFact(ifaces=tuple(ifaces), routes=routes, names=names)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _speed(text: str | None, name: str) -> int | None:

@@ -25,8 +25,10 @@ ANSWER_WITHIN_S = 5.0
 """A file system that takes longer for one small file does not answer. est."""
 GRACE_S = 3.0
 """est.: how much longer than the warning threshold a reader waits before it says "not there"."""
-HOLD_S = 60.0
-"""est.: what the slowest login (30 s) and the slowest write of another node may take while a file is held."""
+BEGIN_S = 20.0
+"""est.: by then every node has written, a loaded one too, or does not answer."""
+SLACK_S = 10.0
+"""est.: what a loaded node may need on top of its own limits."""
 
 
 def requests(
@@ -46,7 +48,8 @@ def requests(
         else:
             own, content = f"{PREFIX}{token}-{node.name}", f"{token} {node.name}\n"
             request |= {"file": own, "prefix": PREFIX, "content": content}
-            request["hold_s"] = HOLD_S + limit_s + ANSWER_WITHIN_S
+            # Until the slowest has written and the slowest has read, though nobody tells it to end.
+            request["hold_s"] = BEGIN_S + limit_s + ANSWER_WITHIN_S + SLACK_S
         wanted[node.name] = request
     return wanted
 

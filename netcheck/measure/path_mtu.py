@@ -7,6 +7,7 @@ without a word.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,7 @@ def read(measured: object) -> PathMtus:
             else:
                 for peer, mtu, ping in _pings(record, tried):
                     sizes_seen = pings.setdefault((node, peer), {})
-                    if mtu not in sizes_seen or sizes_seen[mtu].rc != 0:
+                    if mtu not in sizes_seen or not came_back(sizes_seen[mtu]):
                         sizes_seen[mtu] = ping
     paths = tuple(_path(cell, seen) for cell, seen in pings.items())
     return PathMtus(paths, tuple(absent), failed)
@@ -127,8 +128,13 @@ def _pings(record: Record, tried: Sequence[CommandResult]) -> list[tuple[str, in
 
 def _path(cell: Cell, seen: Mapping[int, CommandResult]) -> Path:
     wanted = max(seen)
-    passed = max((mtu for mtu, ping in seen.items() if ping.rc == 0), default=None)
-    return Path(*cell, wanted, passed, "" if seen[wanted].rc == 0 else said(seen[wanted]))
+    passed = max((mtu for mtu, ping in seen.items() if came_back(ping)), default=None)
+    return Path(*cell, wanted, passed, "" if came_back(seen[wanted]) else said(seen[wanted]))
+
+
+def came_back(ping: CommandResult) -> bool:
+    """Return whether ping ended well and tells of an answer: one that ends well without a word has shown nothing."""
+    return ping.rc == 0 and re.search(r"[1-9][0-9]* (?:packets )?received", ping.stdout) is not None
 
 
 def said(ping: CommandResult) -> str:

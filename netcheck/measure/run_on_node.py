@@ -3,7 +3,7 @@
     request = {"steps": [{"argv", "timeout_s", "listens_on", "retry_on", "env"}], "files": {name: text}, "counters": [glob],
                "watch": {name: argv}, "retry_for_s", "limit_s"}
     result  = {"steps": [{"rc", "stdout", "stderr", "error", "duration_s"}], "before", "after": {path: text},
-               "watched": {name: [before, after]}}
+               "watched": {name: [before, after]}}, or {"error": text} when nothing could be begun
 
 Nothing is left behind: every program has a process group of its own and dies with us, we adopt what it leaves (a daemon's child,
 torchrun's workers have sessions of their own) and end that too, and the temporary folder is removed. The end of standard input
@@ -64,17 +64,14 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         signal.signal(number, stop)
     os.environ["PATH"] = ":".join(part for part in (os.environ.get("PATH"), TOOL_PATH) if part)
     deadline = time.monotonic() + float(request["limit_s"])
-    folder = ""
     results = []  # type: list[dict[str, Any]]
     before = after = {}  # type: dict[str, str]
     watched = {}  # type: dict[str, list[str]]
-    not_started = "not started"
     try:
         try:
             folder = prepare(request["files"])
-        except OSError as problem:  # what we have to run is not there: a full or read-only /tmp
-            not_started = "not started: no temporary files: " + (problem.strerror or str(problem))
-            raise StopError from problem
+        except OSError as problem:
+            return {"error": "no room for temporary files: " + (problem.strerror or str(problem))}
         before = read_counters(request["counters"])
         look(request["watch"], watched, folder)
         for step in request["steps"]:
@@ -97,7 +94,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(ANSWER_S)  # a controller that went without a word reads nothing, and writing to it would wait for ever
     while len(results) < len(request["steps"]):
-        results.append({"rc": None, "stdout": "", "stderr": "", "error": not_started, "duration_s": 0.0})
+        results.append({"rc": None, "stdout": "", "stderr": "", "error": "not started", "duration_s": 0.0})
     return {"steps": results, "before": before, "after": after, "watched": watched}
 
 
