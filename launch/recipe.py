@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,30 @@ REQUIRED: dict[str, type | tuple[type, ...]] = {
     "seed": int,
 }
 """Keys every recipe has, and their types; train/ checks the values."""
-OPTIONAL = ("description", "resume")
+DEFAULTS: dict[str, Any] = {
+    "method": "full",
+    "lora": {
+        "rank": 16,
+        "alpha": 32,
+        "dropout": 0.05,
+        "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    },
+    "activation_checkpointing": False,
+    "loss_chunk_tokens": 0,
+}
+"""What a recipe that is silent about these means; `--set` may change them."""
+OPTIONAL = ("description", "resume", *DEFAULTS)
+TRAINABLE: dict[str, tuple[Any, ...]] = {
+    "method": ("full",),
+    "model.family": ("llama",),
+    "model.weights": (None,),
+    "data.kind": ("text",),
+    "optimizer.name": ("adamw",),
+    "activation_checkpointing": (False,),
+    "loss_chunk_tokens": (0,),
+    "ds_config": ("zero0.json", "zero1.json", "zero2.json"),
+}
+"""What train/ runs today; everything else can be planned. A DeepSpeed configuration of the user's own is his affair."""
 POSITIVE = ("steps", "micro_batch", "gradient_accumulation")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A recipe's name becomes part of a folder's name."""
@@ -79,6 +103,10 @@ def load_recipe(target: str, sets: Sequence[str] = (), base: dict[str, Any] | No
         raise UsageError(str(path), " ".join(str(error).split()), "a readable YAML recipe") from error
     if not isinstance(recipe, dict):
         raise UsageError(str(path), f"holds a {type(recipe).__name__}", "a mapping of recipe keys")
+    for key, value in DEFAULTS.items():
+        recipe.setdefault(key, copy.deepcopy(value))
+    if isinstance(recipe.get("model"), dict):
+        recipe["model"].setdefault("weights", None)
     errors: list[UsageError] = []
     for text in sets:
         try:
@@ -89,6 +117,32 @@ def load_recipe(target: str, sets: Sequence[str] = (), base: dict[str, Any] | No
     if errors:
         raise errors[0] if len(errors) == 1 else InputErrors(errors)
     return recipe
+
+
+def untrainable(recipe: Mapping[str, Any]) -> UsageError | None:
+    """Return what this version can plan but not train, None when train/ runs the recipe."""
+    for path, allowed in TRAINABLE.items():
+        value: Any = recipe
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value in allowed or (path == "ds_config" and str(value).startswith("/")):
+            continue
+        told = ", ".join("null" if one is None else str(one) for one in allowed)
+        name = recipe["name"]
+        return UsageError(f"recipe {name}", f"{path} {value} can be planned, not yet trained", told, f"r4090c plan {name}")
+    return None
+
+
+def load_ds_config(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the DeepSpeed configuration a recipe names. Raises UsageError when it cannot be read here."""
+    path = FOLDER.parent.parent / "ds_configs" / recipe["ds_config"]  # an absolute path stays as it is
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"ds_config {path}", str(error), "a DeepSpeed JSON that can be read here too, to be planned") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"ds_config {path}", f"holds a {type(found).__name__}", "an object of DeepSpeed's keys")
+    return found
 
 
 def _mistakes(recipe: Mapping[str, Any], source: str) -> list[UsageError]:
@@ -106,6 +160,10 @@ def _mistakes(recipe: Mapping[str, Any], source: str) -> list[UsageError]:
             near = difflib.get_close_matches(str(key), [*REQUIRED, *OPTIONAL], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             errors.append(UsageError(f"{source}: {key}", f"unknown{hint}", f"one of {', '.join([*REQUIRED, *OPTIONAL])}"))
+    for key, default in DEFAULTS.items():
+        wrong = type(recipe[key]) is not type(default) or (isinstance(default, int) and recipe[key] < 0)
+        if wrong:
+            errors.append(UsageError(f"{source}: {key}", f"{recipe[key]!r}", f"{_told(default)} like {default!r}"))
     config = recipe.get("ds_config")
     if isinstance(config, str) and not config.startswith("/") and config not in ds_config_names():
         wanted = f"one of {', '.join(ds_config_names())}, or the absolute path of a DeepSpeed JSON on the nodes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ def start(*words: str, state: Path, cwd: Path | None = None) -> subprocess.Popen
         env=environment(state),
         cwd=cwd or state,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may themselves run under nohup
     )
 
 

@@ -24,7 +24,17 @@ class Model(_Part):
     """`config` holds fields of the family's transformers configuration, such as hidden_size."""
 
     family: Literal["llama"]
+    weights: None = None
     config: dict[str, Any]
+
+
+class Lora(_Part):
+    """Adapters for `method: lora`."""
+
+    rank: PositiveInt
+    alpha: float = Field(gt=0)
+    dropout: float = Field(ge=0, lt=1)
+    targets: list[str] = Field(min_length=1)
 
 
 class Data(_Part):
@@ -67,10 +77,14 @@ class Recipe(_Part):
     description: str = ""
     script: str = "main.py"
     model: Model
+    method: Literal["full"] = "full"
+    lora: Lora | None = None
     data: Data
     steps: PositiveInt
     micro_batch: PositiveInt
     gradient_accumulation: PositiveInt
+    activation_checkpointing: Literal[False] = False
+    loss_chunk_tokens: Literal[0] = 0
     precision: Literal["auto", "fp32", "bf16", "fp16"]
     optimizer: Optimizer
     schedule: Schedule

@@ -1,0 +1,105 @@
+"""From recipe and DeepSpeed configuration to what is trained."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from launch.recipe import ds_config_names, load_ds_config, load_recipe, recipe_names, untrainable
+from launch.training import Training, training_of
+from r4090c.errors import UsageError
+
+
+def training(name: str, *sets: str, on_gpu: bool = True) -> Training:
+    recipe = load_recipe(name, sets)
+    return training_of(recipe, load_ds_config(recipe), on_gpu=on_gpu)
+
+
+@pytest.mark.parametrize("config", ds_config_names())
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_can_be_planned_under_every_configuration(name: str, config: str) -> None:
+    found = training(name, f"ds_config={config}")
+    assert found.stage == int(config[4])
+    assert found.offload_optimizer == ("offload" in config)
+    assert found.offload_parameters == (config == "zero3_offload.json")
+
+
+def test_adapters_counted_by_hand() -> None:
+    """Rank 16 on all matrices of a 7B: q, k, v, o of 4096 × 4096, gate, up and down between 4096 and 11008."""
+    found = training("llama7b")
+    assert found.trainable_parameters == 32 * 16 * (4 * (4096 + 4096) + 3 * (4096 + 11008)) == 39_976_960
+    assert found.frozen_parameters == 6_738_415_616
+    assert training("llama7b", "method=full").trainable_parameters == 6_738_415_616
+    assert training("llama7b", "method=full").frozen_parameters == 0
+    assert training("tiny", "method=lora").trainable_parameters == 4 * 8 * 2 * (320 + 320)
+
+
+def test_what_a_micro_batch_holds() -> None:
+    assert (training("llama13b").unit, training("llama13b").units_per_micro_batch) == ("tokens", 4 * 2048)
+    assert (training("resnet50").unit, training("resnet50").units_per_micro_batch) == ("images", 128)
+
+
+def test_precision_auto_depends_on_where_it_runs() -> None:
+    assert (training("tiny").precision, training("tiny").parameter_bytes) == ("bf16", 2)
+    assert (training("tiny", on_gpu=False).precision, training("tiny", on_gpu=False).parameter_bytes) == ("fp32", 4)
+
+
+@pytest.mark.parametrize(
+    ("sets", "culprit"),
+    [
+        (["method=dora"], "method"),
+        (["method=lora", "lora.targets=[]"], "lora.targets"),
+        (["method=lora", "lora.targets=[q_prj]"], "lora.targets"),
+        (["method=lora", "lora.rank=0"], "lora.rank"),
+        (["precision=fp8"], "precision"),
+        (["optimizer.name=muon"], "optimizer.name"),
+        (["data.sequence_length=0"], "data.sequence_length"),
+        (["model.family=mamba"], "model.family"),
+    ],
+)
+def test_mistakes_in_the_recipe(sets: list[str], culprit: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        training("tiny", *sets)
+    assert caught.value.culprit == culprit
+
+
+def test_adapters_are_for_language_models() -> None:
+    with pytest.raises(UsageError, match="adapters are for language models"):
+        training("resnet50", "method=lora")
+
+
+@pytest.mark.parametrize(
+    ("zero", "culprit"),
+    [
+        (3, "ds_config: zero_optimization"),
+        ({"stage": 4}, "ds_config: zero_optimization.stage"),
+        ({"stage": True}, "ds_config: zero_optimization.stage"),
+        ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, "ds_config: zero_optimization.offload_optimizer.device"),
+        ({"stage": 2, "reduce_bucket_size": "big"}, "ds_config: zero_optimization.reduce_bucket_size"),
+    ],
+)
+def test_mistakes_in_the_configuration(zero: Any, culprit: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        training_of(load_recipe("tiny"), {"zero_optimization": zero})
+    assert caught.value.culprit == culprit
+
+
+def test_what_a_configuration_leaves_open_is_deepspeeds_default() -> None:
+    found = training_of(load_recipe("tiny"), {})
+    assert (found.stage, found.reduce_bucket_elements, found.overlap_comm) == (0, 500_000_000, False)
+    told = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e7, "allgather_bucket_size": "auto"}}
+    found = training_of(load_recipe("tiny"), told)
+    assert (found.reduce_bucket_elements, found.allgather_bucket_elements, found.overlap_comm) == (50_000_000, 500_000_000, True)
+
+
+def test_what_cannot_be_trained_yet_is_said_with_what_can_be_done() -> None:
+    assert untrainable(load_recipe("tiny")) is None
+    told = {name: untrainable(load_recipe(name)) for name in recipe_names() if name != "tiny"}
+    assert all(told.values())
+    refused = told["llama13b"]
+    assert refused is not None and refused.culprit == "recipe llama13b" and refused.next_command == "r4090c plan llama13b"
+    assert refused.observed == "method qlora can be planned, not yet trained"
+    own = {**copy.deepcopy(load_recipe("tiny")), "ds_config": "/etc/ds/own.json"}
+    assert untrainable(own) is None
