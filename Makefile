@@ -45,6 +45,8 @@ lint: setup
 bench: setup
 	@.ci/system-packages sshd:openssh-server ssh:openssh-client ip:iproute2 iperf3:iperf3
 	@$(BIN)/python -m bench.startup
+	@$(BIN)/python -m bench.affinity
+	@$(BIN)/python -m bench.plan
 	@$(BIN)/python -m bench.fanout
 	@$(BIN)/python -m bench.preflight
 	@$(BIN)/python -m bench.launch

@@ -6,6 +6,7 @@ Standard library only, Python >= 3.8: it is run by the node's own python3. One p
 - keeps a gang with the agents of the other nodes over one TCP connection each to the lead (node rank 0): whoever fails tells
   the lead, the lead tells all; a peer that is silent for `lease_s` is lost; so an attempt ends everywhere also when the
   controller is gone;
+- reads back from /proc what the kernel says of each rank once it is the script, and tells where that is not the plan;
 - ends what it started by TERM, a grace, then KILL: by descent, never by name; torchrun and the ranks carry PR_SET_PDEATHSIG,
   so that a killed agent takes them along;
 - touches the shared run folder from threads only: a hung NFS must not stop it. Its own state is in a node-local folder.
@@ -14,7 +15,8 @@ Commands: `start` (request on stdin; daemonizes, answers its pid) and `follow` (
 `main(request)` serves what the controller asks over `Shell.ask`: `prepare`, `stop`, `state`.
 
 Events, each with time, attempt and node: started, finished, rank-failed, torchrun-killed, torchrun-failed, start-failed,
-agent-error, agent-lost, node-lost, stopped, left-running. launch/diagnose.py names the first cause from them.
+agent-error, agent-lost, node-lost, stopped, left-running; placement-differs, which ends nothing. launch/diagnose.py names the
+first cause from them.
 """
 
 from __future__ import annotations
@@ -58,6 +60,10 @@ START_S = 10.0  # est.: a loaded node starts python in a second or two
 LOCK_S = 12.0  # a `start` going on takes at most START_S
 STUCK_S = 60  # a follower whose reader takes nothing for this long ends
 LOG_TAIL = 4000  # bytes of a log that go into an event
+SCRIPT_S = 30.0  # est.: the wrapper becomes the script in milliseconds, a Python on a slow NFS takes longer
+SETTLED_S = 1.0  # est.: what a wrapper around paths.python (conda run, taskset, sh) gets to become it
+MOST_DIFFERENCES = 8  # events of one rank about its placement
+MOST_SHOWN = 200  # letters of a variable's value in an event
 LOST_ROUTE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 MARK_RUN, MARK_NODE = "R4090C_RUN", "R4090C_NODE"
 KEPT_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR")
@@ -304,6 +310,123 @@ def failed_rank(text: str) -> Optional[Tuple[int, int, int]]:
     """Return (local_rank, pid, exit code) of the first failure torchrun's log tells; a negative code is a signal."""
     match = FAILED.search(text)
     return (int(match.group(2)), int(match.group(3)), int(match.group(1))) if match else None
+
+
+# ----------------------------------------------------------------------------- what became of the plan
+
+HIDDEN = "***"
+URL_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/@]*:[^\s/@]+@")
+"""As in launch/env.py: a value with a password in it is never shown, whatever its variable is called."""
+
+
+class Seen(NamedTuple):
+    """What the kernel says of a process; None = it cannot be read.
+
+    `cpus`, `memory_nodes`: lists like "0-3,8"; `policy`: the memory policy of its first mapping, "default" or "prefer:1".
+    """
+
+    environ: Optional[Dict[str, str]]
+    cpus: Optional[str]
+    memory_nodes: Optional[str]
+    policy: Optional[str]
+
+
+def look_at(pid: int, proc: str = "/proc") -> Seen:
+    """Return what the kernel says of `pid`. May take long when its memory is being rearranged: not for the main thread."""
+    folder = os.path.join(proc, str(pid))
+    status = head(os.path.join(folder, "status"), 1 << 16).decode("ascii", "replace")
+    variables = head(os.path.join(folder, "environ"), 1 << 22)
+    pairs = [entry.partition(b"=") for entry in variables.split(b"\0") if b"=" in entry]
+    mapping = head(os.path.join(folder, "numa_maps"), 4096).split(b"\n")[0].split()  # the whole of it takes seconds
+    found = {key: re.search(r"^%s:[ \t]*(\S*)" % key, status, re.MULTILINE) for key in ("Cpus_allowed_list", "Mems_allowed_list")}
+    cpus, memory_nodes = [match.group(1) if match else None for match in found.values()]
+    return Seen(
+        {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs} if variables else None,
+        cpus,
+        memory_nodes,
+        mapping[1].decode("ascii", "replace") if len(mapping) > 1 else None,
+    )
+
+
+def head(path: str, limit: int) -> bytes:
+    """Return the first `limit` bytes of a file, b"" when it cannot be read."""
+    try:
+        with open(path, "rb") as handle:
+            return handle.read(limit)
+    except OSError:
+        return b""
+
+
+def numbers(text: str) -> Set[int]:
+    """Return the numbers of a kernel list like "0-3,8"."""
+    found: Set[int] = set()
+    for part in filter(None, text.split(",")):
+        low, _, high = part.partition("-")
+        found.update(range(int(low), int(high or low) + 1))
+    return found
+
+
+def ranges(found: Iterable[int]) -> str:
+    """Return numbers as the kernel writes them: "0-3,8"."""
+    parts: List[List[int]] = []
+    for number in sorted(found):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join("%d" % low if low == high else "%d-%d" % (low, high) for low, high in parts)
+
+
+def shown(value: Optional[str], hidden: bool) -> str:
+    """Return the value of a variable as an event may tell it."""
+    if value is None:
+        return "not set"
+    return HIDDEN if hidden or URL_PASSWORD.search(value) else value[:MOST_SHOWN]
+
+
+def differences(rank: Json, environ: Dict[str, str], secret: Iterable[str], seen: Seen) -> List[Json]:
+    """Return what the kernel says otherwise than the plan: {"what", "planned", "actual"} each; what is unknown is none.
+
+    `rank`: its entry in the plan. `environ`: the variables it must have; those named in `secret` are compared and not told.
+    """
+    found = []
+    if rank["cpus"] and seen.cpus is not None and numbers(seen.cpus) != set(rank["cpus"]):
+        found.append({"what": "CPUs", "planned": ranges(rank["cpus"]), "actual": seen.cpus})
+    node = rank["memory_node"]
+    if node is not None and seen.memory_nodes is not None and node not in numbers(seen.memory_nodes):
+        found.append({"what": "NUMA nodes it may have memory of", "planned": "%d among them" % node, "actual": seen.memory_nodes})
+    elif node is not None and seen.policy is not None and seen.policy != "prefer:%d" % node:
+        found.append({"what": "memory policy", "planned": "prefer:%d" % node, "actual": seen.policy})
+    for name, value in sorted(environ.items()):
+        if seen.environ is not None and seen.environ.get(name) != value:
+            hidden = name in secret
+            actual = shown(seen.environ.get(name), hidden)
+            found.append({"what": name, "planned": shown(value, hidden), "actual": actual})
+    return found
+
+
+def look_at_script(pid: int, start: int, wrapper: str) -> Optional[Seen]:
+    """Wait until the rank `pid` is no longer `wrapper` (a path) and return what the kernel says of it then.
+
+    None when it ended before, or did not become the script in SCRIPT_S. `start`: ticks; a pid may be another process's by now.
+    """
+    since = time.monotonic()
+    until, last, waiting = since + SCRIPT_S, [b""], True
+    while time.monotonic() < until:
+        words = head("/proc/%d/cmdline" % pid, 1 << 20).split(b"\0")
+        if words != last:
+            last, since = words, time.monotonic()
+        waiting = last == [b""] or os.fsencode(wrapper) in last
+        if not waiting and time.monotonic() - since > SETTLED_S:
+            break
+        found = stat_of(pid)
+        if found is None or not living(found) or found.start != start:
+            return None
+        time.sleep(TICK_S)
+    if waiting:
+        return None
+    seen, found = look_at(pid), stat_of(pid)
+    return seen if found is not None and living(found) and found.start == start else None
 
 
 # ----------------------------------------------------------------------------- the gang
@@ -683,7 +806,11 @@ class SharedCopy:
 
 
 class Agent:
-    """The agent of one node in one attempt. `ranks` in its state: global rank -> pid, start (ticks), gone (time), exit (code)."""
+    """The agent of one node in one attempt.
+
+    In its state, `ranks`: global rank -> pid, start (ticks), gone (time), exit (code). `placement`: global rank -> what the
+    kernel said of it (see Seen; `variables`: how many were compared, None = unreadable) and `differs`: what is not as planned.
+    """
 
     def __init__(self, request: Json) -> None:
         self.plan: Json = request["plan"]
@@ -701,6 +828,8 @@ class Agent:
         self.last_save = 0.0
         self.oom_kills = oom_kills()
         self.ranks: Dict[str, Json] = {}
+        self.seen: List[Tuple[str, Seen]] = []  # by other threads
+        self.placement: Dict[str, Json] = {}
         self.events: List[Json] = []
         me = stat_of(os.getpid())
         self.state: Json = {
@@ -718,6 +847,7 @@ class Agent:
             "state": "starting",
             "torchrun_pid": None,
             "ranks": self.ranks,
+            "placement": self.placement,
             "end": None,
             "events": self.events,
         }
@@ -749,12 +879,16 @@ class Agent:
 
     # ------------------------------------------------------------------ torchrun and its ranks
 
+    def environment(self) -> Dict[str, str]:
+        """Return the variables that all ranks here must have, the secret ones too."""
+        planned = {name: str(var["value"]) for name, var in self.mine["env"].items()}
+        ours = {MARK_RUN: self.plan["run_id"], MARK_NODE: self.name, "R4090C_LOCAL": self.folder}
+        return {**planned, **self.secrets, **ours}
+
     def start_torchrun(self) -> None:
         """Start torchrun with the planned environment. Raises StartError."""
         environment = {key: value for key, value in os.environ.items() if key in KEPT_VARIABLES}
-        environment.update({name: var["value"] for name, var in self.mine["env"].items()})
-        environment.update(self.secrets)
-        environment.update({MARK_RUN: self.plan["run_id"], MARK_NODE: self.name, "R4090C_LOCAL": self.folder})
+        environment.update(self.environment())
         told = {"node": self.mine, "attempt": self.plan["attempt"], "run_dir": self.plan["run_dir"]}
         parent = os.getpid()
 
@@ -801,6 +935,7 @@ class Agent:
                 descriptor = pidfd(record["pid"])
                 if descriptor is not None:
                     self.watched[rank] = descriptor
+                threading.Thread(target=self.look, args=(rank, record), daemon=True).start()
                 changed = True
             if record["gone"] is None:
                 found = stat_of(record["pid"])
@@ -812,6 +947,38 @@ class Agent:
                         os.close(self.watched.pop(rank))
                     changed = True
         if changed:
+            self.save()
+
+    def look(self, rank: str, record: Json) -> None:
+        """Look at a rank once it is the script; in a thread of its own, as reading /proc may take long."""
+        torchrun = self.mine["torchrun"]
+        seen = look_at_script(record["pid"], record["start"], torchrun[torchrun.index("--") - 1])
+        if seen is not None:
+            self.seen.append((rank, seen))
+
+    def check_placement(self) -> None:
+        """Compare the ranks that have been looked at with the plan, and tell each difference; none ends the attempt."""
+        while self.seen:
+            rank, seen = self.seen.pop(0)
+            planned = next(entry for entry in self.mine["ranks"] if str(entry["rank"]) == rank)
+            environ = self.environment()
+            environ.update({name: var["value"] for name, var in planned["env"].items()})
+            environ.update({"RANK": rank, "LOCAL_RANK": str(planned["local_rank"])})
+            found = differences(planned, environ, self.secrets, seen)
+            self.placement[rank] = {
+                "cpus": seen.cpus,
+                "memory_nodes": seen.memory_nodes,
+                "memory_policy": seen.policy,
+                "variables": None if seen.environ is None else len(environ),
+                "differs": [one["what"] for one in found],
+            }
+            for one in found[:MOST_DIFFERENCES]:
+                told = "rank %s: %s: planned %s, but it is %s" % (rank, one["what"], one["planned"], one["actual"])
+                self.event("placement-differs", rank=int(rank), detail=told, **one)
+            if len(found) > MOST_DIFFERENCES:
+                rest = [one["what"] for one in found[MOST_DIFFERENCES:]]
+                told = "rank %s: %d more are not as planned: %s" % (rank, len(rest), ", ".join(rest)[:MOST_SHOWN])
+                self.event("placement-differs", rank=int(rank), detail=told, what="more", planned="", actual="")
             self.save()
 
     def failed_here(self) -> Optional[Tuple[str, Json]]:
@@ -916,6 +1083,7 @@ class Agent:
         while True:
             self.gang.exchange(TICK_S, self.watched.values())
             self.watch_ranks()
+            self.check_placement()
             code = reap().get(self.torchrun_pid)
             if time.monotonic() - self.last_save > BEAT_S:
                 self.save(now=False)

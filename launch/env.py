@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from netcheck.rank_env import Var, computed_environment
-from r4090c.model import Cluster, Node, NodeFacts, P2pProof
+from netcheck.rank_env import Var
+from r4090c.model import Cluster, Node
 
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASS|PWD|CREDENTIAL|AUTH|COOKIE|(?<![A-Z])PAT)S?(_|\d|$)")
 """A variable with such a word at the end of a part of its name is never written to a plan, a log or a bundle.
@@ -30,26 +30,40 @@ def shown(name: str, value: str) -> str:
     return HIDDEN if is_secret(name, value) else value
 
 
-def node_environment(
-    cluster: Cluster,
-    node: Node,
-    facts: NodeFacts,
-    peers: Mapping[str, str],
-    user: Mapping[str, str],
-    p2p: P2pProof | None = None,
-) -> dict[str, Var]:
-    """Return the environment of the ranks on `node`: computed, then cluster.yaml's layers, then the user's; later ones win.
+def environments(
+    cluster: Cluster, nodes: Sequence[Node], computed: Mapping[str, Mapping[str, Var]], user: Mapping[str, str]
+) -> dict[str, dict[str, Var]]:
+    """Return node name -> the environment of its ranks: computed, then cluster.yaml's layers, then the user's; later ones win.
 
-    `p2p`: what a two-arm test of this node as it stands showed, None = there was none.
+    `computed`: what netcheck.rank_env.computed_environment returns for a run on `nodes`.
     """
-    env = computed_environment(cluster, node, facts, peers, p2p)
-    env["PYTHONUNBUFFERED"] = Var("1", "rank logs show lines when they are written")
-    for layer, origin in ((cluster.env, "cluster.yaml env"), (node.env, f"cluster.yaml nodes.{node.name}.env"), (user, "--env")):
-        for name, value in layer.items():
-            before = env.get(name)
-            over = f"; replaces {shown(name, before.value)} ({before.origin})" if before is not None else ""
-            env[name] = Var(value, f"set by {origin}{over}", origin)
-    return env
+    found = {}
+    for node in nodes:
+        env = dict(computed[node.name])
+        env["PYTHONUNBUFFERED"] = Var("1", "rank logs show lines when they are written")
+        for layer, origin in (
+            (cluster.env, "cluster.yaml env"),
+            (node.env, f"cluster.yaml nodes.{node.name}.env"),
+            (user, "--env"),
+        ):
+            for name, value in layer.items():
+                before = env.get(name)
+                over = f"; replaces {shown(name, before.value)} ({before.origin})" if before is not None else ""
+                env[name] = Var(value, f"set by {origin}{over}", origin)
+        found[node.name] = env
+    return found
+
+
+def layers(envs: Mapping[str, Mapping[str, Var]]) -> tuple[dict[str, Var], dict[str, dict[str, Var]]]:
+    """Return (common, own): the variables that all nodes have with one value from one origin, and node name -> its others."""
+    every = list(envs.values())
+    first = every[0] if every else {}
+    common = {
+        name: var
+        for name, var in first.items()
+        if all(name in env and (env[name].value, env[name].origin) == (var.value, var.origin) for env in every)
+    }
+    return common, {node: {name: var for name, var in env.items() if name not in common} for node, env in envs.items()}
 
 
 def visible_devices(env: Mapping[str, Var]) -> tuple[str, ...] | None:

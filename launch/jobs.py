@@ -108,8 +108,9 @@ def main(request):
 class Run:
     """One run as its folder tells.
 
-    `state`: running, done, failed, stopped, lost (agents silent, no end told), unreadable. `resolved` (the recipe) and
-    `checkpoints` (names of the complete ones) are told by `find_run` only.
+    `state`: running, done, failed, stopped, lost (agents silent, no end told), unreadable. `placement`: how many ranks were read
+    back and are as planned, None = none was read yet. `resolved` (the recipe) and `checkpoints` (names of the complete ones)
+    are told by `find_run` only.
     """
 
     id: str
@@ -125,6 +126,7 @@ class Run:
     plan: Mapping[str, Any]
     resolved: Mapping[str, Any] | None
     checkpoints: tuple[str, ...]
+    placement: str | None = None
 
 
 def run_state(plan: Mapping[str, Any], agents: Mapping[str, Mapping[str, Any]], now: float) -> tuple[str, str | None]:
@@ -199,7 +201,18 @@ def _run(one: Mapping[str, Any], now: float) -> Run:
         plan=plan,
         resolved=one["recipe"],
         checkpoints=tuple(one["checkpoints"]),
+        placement=placement_of(one["agents"]),
     )
+
+
+def placement_of(agents: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return how the ranks of a run are placed, as their agents read it back; None where none was read."""
+    read = {int(rank): seen["differs"] for agent in agents.values() for rank, seen in agent.get("placement", {}).items()}
+    if not read:
+        return None
+    differ = sorted(rank for rank, differs in read.items() if differs)
+    told = f"{len(read) - len(differ)} of {len(read)} ranks read back are as planned"
+    return told + (f"; ranks {', '.join(map(str, differ))} differ" if differ else "")
 
 
 def find_run(fleet: Fleet, cluster: Cluster, run_id: str) -> Run:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from launch.affinity import cpu_sets, rank_numa
-from launch.env import HIDDEN, is_secret, node_environment, visible_devices
-from netcheck.rank_env import Var
+from launch.affinity import CpuSet, cpu_sets, rank_numa, rank_order
+from launch.env import HIDDEN, environments, is_secret, visible_devices
+from launch.env_lint import lint
+from netcheck.data_network import chosen_iface, rdma_ports
+from netcheck.rank_env import Var, computed_environment
+from netcheck.topology import NodeTopology, data_cards, node_topology
 from r4090c.errors import UsageError
-from r4090c.model import Cluster, Node, NodeFacts, P2pProof
+from r4090c.model import Cluster, Node, NodeFacts, P2pProof, PortTest
 from r4090c.paths import RunPaths
 
 SCHEMA = "r4090c.plan/1"
@@ -26,6 +29,12 @@ USER_FOLDER = "user"
 """Where a user's own code lies in the synced tree."""
 SHUTDOWN_TIMEOUT_S = 2
 """How long torchrun waits for the other local ranks after one failed; its default of 30 s is why peers linger."""
+OMP_THREADS, DATA_WORKERS = "OMP_NUM_THREADS", "R4090C_DATA_WORKERS"
+CPU_SHARES = {
+    OMP_THREADS: Var("1", "CPU ranks: the same sums everywhere"),
+    DATA_WORKERS: Var("0", "CPU ranks: the cores are for the arithmetic; a rank loads its data itself"),
+}
+"""Of a rank without a GPU. It does the arithmetic: a sum's order, and so a loss, must not depend on the node's core count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +99,17 @@ class Plan:
     gang: Gang
     grace_s: float
     nodes: tuple[NodePlan, ...]
+    warnings: tuple[str, ...] = ()
+    """What is doubtful about the variables that people set themselves (launch.env_lint), one line each."""
+    forecast: Mapping[str, Any] | None = None
+    """What the run should need and do (launch.forecast), to be compared with what it does; None for a user's own script."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """What to run: the script below the code tree, its arguments, and how many ranks a node.
 
-    `nproc` None = one a GPU, or one on a node without GPUs.
+    `nproc` None = one a GPU, or one on a node without GPUs. `affinity` False = no rank is bound, and GPUs stay in PCI order.
     """
 
     name: str
@@ -105,6 +118,7 @@ class Job:
     nproc: int | None = None
     steps: int | None = None
     env: Mapping[str, str] | None = None
+    affinity: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +154,19 @@ def make_plan(
     ports: Ports,
     created_at: str,
     p2p: Mapping[str, P2pProof] | None = None,
+    port_tests: Mapping[str, Mapping[str, PortTest]] | None = None,
 ) -> Plan:
     """Return the plan for running `job` on `nodes` (the first is the lead).
 
     Global ranks follow the order of the nodes. `p2p`: node -> what a two-arm test of it as it stands showed.
+    `port_tests`: node -> RDMA port -> what its last bandwidth test showed.
     Raises UsageError when the wish cannot be met.
     """
-    peers = {node.name: node.data_address for node in nodes}
     lead = nodes[0]
-    proofs = p2p or {}
-    envs = [node_environment(cluster, node, facts[node.name], peers, job.env or {}, proofs.get(node.name)) for node in nodes]
+    computed = computed_environment(cluster, nodes, facts, p2p, port_tests)
+    by_node = environments(cluster, nodes, computed, job.env or {})
+    warnings = tuple(doubt.text for doubt in lint(cluster, nodes, facts, by_node, computed))
+    envs = [by_node[node.name] for node in nodes]
     counts = [ranks_on(node, job, visible_devices(env)) for node, env in zip(nodes, envs, strict=True)]
     if len(set(counts)) > 1:
         told = ", ".join(f"{node.name}: {count}" for node, count in zip(nodes, counts, strict=True))
@@ -165,7 +182,11 @@ def make_plan(
         env["R4090C_RUN_DIR"] = Var(str(run.root), "where a script may write")
         # The option --shutdown-timeout is too young for the oldest torch we take; that one ignores the variable.
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", Var(str(SHUTDOWN_TIMEOUT_S), "torchrun waits 30 s for other ranks else"))
-        ranks = _rank_plans(node, facts[node.name], env, node_rank * nproc, nproc)
+        topology = node_topology(facts[node.name])
+        order = _gpu_order(node, topology, env, nproc) if job.affinity else None
+        if order is not None:
+            env["CUDA_VISIBLE_DEVICES"] = order
+        ranks = _rank_plans(cluster, node, facts[node.name], topology, env, node_rank * nproc, nproc, bound=job.affinity)
         where = (
             f"--nnodes={len(nodes)}",
             f"--node-rank={node_rank}",
@@ -191,6 +212,7 @@ def make_plan(
         gang=Gang(address=lead.data_address, port=ports.gang),
         grace_s=GRACE_S,
         nodes=tuple(planned),
+        warnings=warnings,
     )
 
 
@@ -201,34 +223,71 @@ def _python_path(root: str, wished: Var | None) -> Var:
     return Var(f"{root}:{wished.value}", f"the synced code, then what was {wished.reason}", wished.origin)
 
 
-def _rank_plans(node: Node, facts: NodeFacts, env: Mapping[str, Var], first_rank: int, nproc: int) -> tuple[RankPlan, ...]:
-    """Return the ranks of one node, each with its CPUs."""
+def _gpu_order(node: Node, topology: NodeTopology, env: Mapping[str, Var], nproc: int) -> Var | None:
+    """Return CUDA_VISIBLE_DEVICES where another order than PCI's brings neighbouring ranks nearer and the user said nothing."""
+    if "CUDA_VISIBLE_DEVICES" in env or "CUDA_DEVICE_ORDER" not in env or env["CUDA_DEVICE_ORDER"].origin != "computed":
+        return None
+    stated = sorted(topology.gpus, key=lambda place: place.pci)[: node.gpus]
+    order = rank_order(replace(topology, gpus=tuple(stated)), nproc)
+    return None if order is None else Var(",".join(map(str, order.places)), order.reason)
+
+
+def _rank_plans(
+    cluster: Cluster,
+    node: Node,
+    facts: NodeFacts,
+    topology: NodeTopology,
+    env: Mapping[str, Var],
+    first_rank: int,
+    nproc: int,
+    *,
+    bound: bool,
+) -> tuple[RankPlan, ...]:
+    """Return the ranks of one node, each with its CPUs; not `bound`, they share the cores in number only."""
     in_pci_order = "CUDA_DEVICE_ORDER" not in env or env["CUDA_DEVICE_ORDER"].value == "PCI_BUS_ID"
-    numa = rank_numa((facts.gpus.value or ()) if in_pci_order else (), nproc, visible_devices(env))
-    sets = cpu_sets(facts.cpus.value, numa) if facts.cpus.value is not None else None
+    numa_of = {place.pci: place.numa for place in topology.gpus}
+    gpus = [replace(gpu, numa=numa_of[gpu.pci]) for gpu in facts.gpus.value or () if gpu.pci in numa_of]
+    numa = rank_numa(gpus if in_pci_order else (), nproc, visible_devices(env))
+    sets = cpu_sets(facts.cpus.value, numa, _nic_numa(cluster, node, facts)) if facts.cpus.value is not None else None
     ranks = []
     for local_rank in range(nproc):
         chosen = sets[local_rank] if sets else None
-        own: dict[str, Var] = {}
-        if "OMP_NUM_THREADS" not in env:
-            threads = chosen.threads if chosen else 1
-            # Without a GPU the ranks do the arithmetic: a sum's order, and so a loss, must not depend on the node's core count.
-            own["OMP_NUM_THREADS"] = (
-                Var(str(threads), f"{threads} physical cores of this rank")
-                if node.gpus
-                else Var("1", "CPU ranks: the same sums everywhere")
-            )
+        bind_to = chosen if bound else None
+        unbound = "CPUs unknown: not bound" if bound else "not bound: --no-affinity"
+        own = _shares(chosen) if node.gpus else CPU_SHARES
         ranks.append(
             RankPlan(
                 rank=first_rank + local_rank,
                 local_rank=local_rank,
-                cpus=chosen.cpus if chosen else (),
-                memory_node=chosen.memory_node if chosen else None,
-                reason=chosen.reason if chosen else "CPUs unknown: not bound",
-                env=own,
+                cpus=bind_to.cpus if bind_to else (),
+                memory_node=bind_to.memory_node if bind_to else None,
+                reason=bind_to.reason if bind_to else unbound,
+                env={name: var for name, var in own.items() if name not in env},
             )
         )
     return tuple(ranks)
+
+
+def _nic_numa(cluster: Cluster, node: Node, facts: NodeFacts) -> set[int]:
+    """Return the NUMA nodes of the cards that carry the training traffic; none where that is not known."""
+    net, ports = facts.net.value, facts.rdma.value or ()
+    told = [card.numa for card in data_cards(node, cluster, facts.pci.value or (), net, ports)]
+    iface = chosen_iface(net, node, cluster) if net is not None else None
+    told += [port.numa for port in rdma_ports(node, ports, net, iface.name if iface else None, cluster)]
+    return {numa for numa in told if numa is not None and numa >= 0}
+
+
+def _shares(chosen: CpuSet | None) -> dict[str, Var]:
+    """Return how a GPU rank shares its cores among OpenMP and its data loaders."""
+    if chosen is None:
+        return {OMP_THREADS: Var("1", "CPUs unknown"), DATA_WORKERS: Var("1", "CPUs unknown")}
+    rest = chosen.cores - chosen.threads - chosen.workers
+    of = f"{chosen.threads} of {chosen.cores} physical cores of this rank"
+    spare = f", {rest} left to NCCL's proxy" if rest > 0 else ""
+    return {
+        OMP_THREADS: Var(str(chosen.threads), f"{of}: {chosen.workers} for data workers{spare}"),
+        DATA_WORKERS: Var(str(chosen.workers), f"processes that load data, on {chosen.workers} of {chosen.cores} physical cores"),
+    }
 
 
 def _torchrun(python: str, where: tuple[str, ...], code: Code, job: Job) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,10 @@ TRAINABLE: dict[str, tuple[Any, ...]] = {
 }
 """What train/ runs today; everything else can be planned. A DeepSpeed configuration of the user's own is his affair."""
 POSITIVE = ("steps", "micro_batch", "gradient_accumulation")
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
+"""What PyYAML raises: for what is no YAML, for a date or a number that cannot be, for lists in lists without end."""
+DEPTH_MAX = 32
+"""est.: lists and mappings in each other, of a recipe; those of an alias that contains itself have no end."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A recipe's name becomes part of a folder's name."""
 
@@ -99,7 +103,7 @@ def load_recipe(target: str, sets: Sequence[str] = (), base: dict[str, Any] | No
         )
     try:
         recipe = copy.deepcopy(base) if base is not None else yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, *NOT_YAML) as error:
         raise UsageError(str(path), " ".join(str(error).split()), "a readable YAML recipe") from error
     if not isinstance(recipe, dict):
         raise UsageError(str(path), f"holds a {type(recipe).__name__}", "a mapping of recipe keys")
@@ -138,7 +142,7 @@ def load_ds_config(recipe: Mapping[str, Any]) -> dict[str, Any]:
     path = FOLDER.parent.parent / "ds_configs" / recipe["ds_config"]  # an absolute path stays as it is
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"ds_config {path}", str(error), "a DeepSpeed JSON that can be read here too, to be planned") from error
     if not isinstance(found, dict):
         raise UsageError(f"ds_config {path}", f"holds a {type(found).__name__}", "an object of DeepSpeed's keys")
@@ -173,7 +177,30 @@ def _mistakes(recipe: Mapping[str, Any], source: str) -> list[UsageError]:
         errors.append(UsageError(f"{source}: name", repr(name), "letters, digits, `.`, `_` and `-`, at most 64"))
     if isinstance(script, str) and not _is_training_script(script):
         errors.append(UsageError(f"{source}: script", repr(script), "a Python file below train/, like main.py"))
+    unwritable = None if errors else next(_unwritable(recipe), None)
+    if unwritable is not None:
+        key, told = unwritable
+        errors.append(UsageError(f"{source}: {key}", told, "what JSON can hold: the nodes read the recipe as JSON"))
     return errors
+
+
+def _unwritable(value: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong with it) of what JSON cannot hold: dates, NaN, keys that are no text, what contains itself."""
+    if depth > DEPTH_MAX:
+        yield path[:64], f"lists or mappings more than {DEPTH_MAX} deep"
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(key, str):
+                yield from _unwritable(item, f"{path}.{key}".lstrip("."), depth + 1)
+            else:
+                yield f"{path}.{key}".lstrip("."), f"a key that is {_told(key)}"
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from _unwritable(item, f"{path}[{place}]", depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield path, f"{value!r} is no finite number"
+    elif value is not None and not isinstance(value, (str, int, float)):
+        yield path, f"{value!r} is {_told(value)}"
 
 
 def _is_training_script(script: str) -> bool:
@@ -196,7 +223,7 @@ def _set(recipe: dict[str, Any], text: str) -> None:
         raise UsageError(culprit, "no `=`" if name else "no key", "key=value, like steps=20 or optimizer.lr=1e-3")
     try:
         value = yaml.safe_load(raw) if raw else ""
-    except yaml.YAMLError as error:
+    except NOT_YAML as error:
         raise UsageError(culprit, "the value is not YAML", "a number, a word, true/false, or [a, list]") from error
     *folders, last = name.split(".")
     at: Any = recipe

@@ -8,13 +8,17 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from launch.forecast import Forecast, fewer_nodes, forecast_json, refusal
 from launch.jobs import Run, find_run, list_runs
+from launch.measured import Known, remembered
 from launch.plan import Code, Job, Plan, Ports, make_plan
-from launch.recipe import is_script, load_recipe
+from launch.planning import command_of, foresee, other_ways
+from launch.recipe import is_script, load_recipe, untrainable
+from launch.site import Measured, Site, between_nodes, site_of
 from launch.supervise import Supervisor
 from launch.sync import digest_of, our_files, sync, user_files
 from netcheck.judge import exit_code
@@ -22,10 +26,10 @@ from netcheck.measure.job import Level
 from netcheck.p2p import fingerprint
 from netcheck.preflight import run_preflight
 from r4090c.errors import CheckFailed, CouldNotTell, Exit, UsageError
-from r4090c.model import Cluster, Finding, Node, NodeFacts, P2pProof, Status
+from r4090c.model import Cluster, Finding, Node, NodeFacts, P2pProof, PortTest, Status
 from r4090c.paths import RunPaths, SharedPaths, new_run_id
 from r4090c.remote import Fleet
-from r4090c.store import p2p_proofs
+from r4090c.store import p2p_proofs, port_tests, preflight_records
 
 MASTER_PORT_DRY, GANG_PORT_DRY = 29500, 29501
 """What a dry run shows; a real one takes ports that are free on the lead."""
@@ -49,6 +53,10 @@ class Wish:
     gate: bool = True
     label: str = ""
     """What the run is called in ids and in `jobs`, when that is not the recipe's name."""
+    affinity: bool = True
+    """False = no rank is bound to CPUs or memory, and GPUs stay in PCI order."""
+    anyway: bool = False
+    """True = start also what does not fit or is pointless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +71,15 @@ class Prepared:
     nodes: tuple[Node, ...]
 
 
-def prepare(fleet: Fleet, cluster: Cluster, wish: Wish) -> Prepared:
-    """Return what is to be run. Asks the nodes only to resume. Raises UsageError."""
+def prepare(fleet: Fleet | None, cluster: Cluster, wish: Wish) -> Prepared:
+    """Return what is to be run. Asks the nodes only to resume; without that `fleet` may be None. Raises UsageError."""
     runs_folder = PurePosixPath(wish.nodes[0].paths.runs)
     if is_script(wish.target):
         return _prepare_script(wish, runs_folder)
     previous: Run | None = None
     nodes, nproc = wish.nodes, wish.nproc
     if wish.resume is not None:
+        assert fleet is not None
         recipe_name = load_recipe(wish.target)["name"]
         previous = find_run(fleet, cluster, wish.resume) if wish.resume else _last_run(fleet, cluster, recipe_name)
         recipe = _resumed_recipe(previous, recipe_name, wish)
@@ -81,7 +90,8 @@ def prepare(fleet: Fleet, cluster: Cluster, wish: Wish) -> Prepared:
     recipe["resume"] = previous is not None
     shared = SharedPaths(PurePosixPath(nodes[0].paths.shared))
     args = ("--recipe", str(run.recipe), "--run-dir", str(run.root), "--data-dir", str(shared.data), *wish.args)
-    job = Job(wish.label or recipe["name"], f"train/{recipe['script']}", args, nproc, recipe["steps"], wish.env)
+    script = f"train/{recipe['script']}"
+    job = Job(wish.label or recipe["name"], script, args, nproc, recipe["steps"], wish.env, wish.affinity)
     return Prepared(job, run, previous.attempt + 1 if previous else 1, recipe, our_files(), nodes)
 
 
@@ -99,7 +109,8 @@ def _prepare_script(wish: Wish, runs_folder: PurePosixPath) -> Prepared:
     root = (wish.code or script.parent).resolve()
     files = {**our_files(), **user_files(script, wish.code)}
     name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in script.stem).strip("-") or "script"
-    job = Job(name, f"user/{script.resolve().relative_to(root).as_posix()}", wish.args, wish.nproc, None, wish.env)
+    own = f"user/{script.resolve().relative_to(root).as_posix()}"
+    job = Job(name, own, wish.args, wish.nproc, None, wish.env, wish.affinity)
     return Prepared(job, RunPaths(runs_folder / new_run_id(name)), 1, None, files, wish.nodes)
 
 
@@ -181,20 +192,49 @@ def gate(findings: Sequence[Finding]) -> None:
     )
 
 
-def dry_plan(fleet: Fleet, cluster: Cluster, wish: Wish) -> Plan:
-    """Return the plan a launch would use, without changing anything on the nodes."""
+def refuse(wish: Wish, recipe: Mapping[str, Any] | None, foreseen: Forecast | None) -> CheckFailed | None:
+    """Return the error that tells why the run is not to be started, and what fits instead; None when it is worth it."""
+    if foreseen is None or recipe is None or foreseen.worth_it or wish.anyway:
+        return None
+    where = ("--nodes", ",".join(node.name for node in wish.nodes)) if wish.nodes_chosen else ()
+    fewer = fewer_nodes(foreseen)
+    if fewer is not None:
+        names = ",".join(foreseen.site.node_names[: fewer.nodes])
+        first = command_of("launch", wish.target, wish.sets, where=("--nodes", names))
+        return refusal(foreseen, f"{first}   (as much on fewer nodes; or launch with --anyway)")
+    found = other_ways(recipe, foreseen)
+    everything = command_of("plan", wish.target, wish.sets, where=where)
+    if not found:
+        return refusal(foreseen, f"{everything}   (or launch with --anyway)")
+    rate, unit = found[0].prediction.units_per_s, found[0].prediction.unit
+    told = "fits" if rate is None else f"fits, {rate:,.0f} {unit}/s expected"
+    first = command_of("launch", wish.target, wish.sets, found[0].sets, where)
+    return refusal(foreseen, f"{first}   ({told}; {everything} shows all that does; or launch with --anyway)")
+
+
+def dry_plan(fleet: Fleet, cluster: Cluster, wish: Wish) -> tuple[Plan, Forecast | None, CheckFailed | None]:
+    """Return the plan a launch would use, its forecast, and why it would be refused; changes nothing on the nodes."""
     prepared = prepare(fleet, cluster, wish)
     _, facts, findings = run_preflight(fleet, cluster, prepared.nodes, level=Level.QUICK)
     if wish.gate:
         gate(findings)
+    plan, site = paper_plan(cluster, prepared, facts, what_is_known(cluster, prepared.nodes, facts))
+    plan, foreseen = _foreseen(plan, prepared, site)
+    return plan, foreseen, refuse(wish, prepared.recipe, foreseen)
+
+
+def paper_plan(cluster: Cluster, prepared: Prepared, facts: Mapping[str, NodeFacts], known: Known) -> tuple[Plan, Site]:
+    """Return the plan of a run that nobody starts, with example ports, and the site it is for. Raises UsageError."""
     digest = digest_of(prepared.files)
     code = Code(str(SharedPaths(PurePosixPath(prepared.nodes[0].paths.shared)).code_tree(digest)), digest)
-    return _plan(cluster, prepared, facts, code, Ports(MASTER_PORT_DRY, GANG_PORT_DRY))
+    return _plan(cluster, prepared, facts, known, code, Ports(MASTER_PORT_DRY, GANG_PORT_DRY))
 
 
-def _plan(cluster: Cluster, prepared: Prepared, facts: Mapping[str, NodeFacts], code: Code, ports: Ports) -> Plan:
+def _plan(
+    cluster: Cluster, prepared: Prepared, facts: Mapping[str, NodeFacts], known: Known, code: Code, ports: Ports
+) -> tuple[Plan, Site]:
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return make_plan(
+    plan = make_plan(
         cluster,
         prepared.nodes,
         facts,
@@ -204,8 +244,42 @@ def _plan(cluster: Cluster, prepared: Prepared, facts: Mapping[str, NodeFacts], 
         code=code,
         ports=ports,
         created_at=created,
-        p2p=known_proofs(cluster, prepared.nodes, facts),
+        p2p=known.p2p,
+        port_tests=known.port_tests,
     )
+    ranks = plan.world_size // len(plan.nodes)
+    site = site_of(cluster, prepared.nodes, facts, ranks, known.measured, known.p2p)
+    ib_off = plan.nodes[0].env.get("NCCL_IB_DISABLE")
+    if site.between is not None and cluster.network.rdma and ib_off is not None and ib_off.value == "1":
+        # RDMA is stated and cannot be used: the run goes over sockets, whatever was measured over RDMA before.
+        site = replace(site, between=between_nodes("tcp", site.between.rate_gbit_s))
+    return plan, site
+
+
+def _foreseen(plan: Plan, prepared: Prepared, site: Site) -> tuple[Plan, Forecast | None]:
+    """Return the plan with the forecast in it, and the forecast; None where nobody can tell, as of a script of the user's own."""
+    if prepared.recipe is None:
+        return plan, None
+    try:
+        foreseen = foresee(prepared.recipe, site)
+    except UsageError as error:  # as a DeepSpeed configuration that lies on the nodes only: nothing is wrong with running it
+        logging.getLogger(__name__).warning("memory and speed are not planned: %s", error)
+        return plan, None
+    return replace(plan, forecast=forecast_json(foreseen)), foreseen
+
+
+def what_is_known(cluster: Cluster, nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> Known:
+    """Return what is remembered here of the nodes."""
+    return Known(known_proofs(cluster, nodes, facts), known_port_tests(cluster), known_measurements(cluster, nodes))
+
+
+def known_measurements(cluster: Cluster, nodes: Sequence[Node]) -> Measured:
+    """Return what the last preflight that measured links of these nodes found."""
+    try:
+        return remembered(preflight_records(cluster.name), [node.name for node in nodes])
+    except UsageError as error:
+        logging.getLogger(__name__).warning("what was measured cannot be read: %s", error)
+        return Measured()
 
 
 def known_proofs(cluster: Cluster, nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> dict[str, P2pProof]:
@@ -224,6 +298,17 @@ def known_proofs(cluster: Cluster, nodes: Sequence[Node], facts: Mapping[str, No
     }
 
 
+def known_port_tests(cluster: Cluster) -> dict[str, dict[str, PortTest]]:
+    """Return node -> RDMA port -> what its last bandwidth test showed, as far as it is remembered here."""
+    if not cluster.network.rdma:
+        return {}
+    try:
+        return port_tests(cluster.name)
+    except UsageError as error:  # no history is no reason not to train
+        logging.getLogger(__name__).warning("what is known of RDMA ports cannot be read: %s", error)
+        return {}
+
+
 def start(
     fleet: Fleet, cluster: Cluster, wish: Wish, say: Callable[[str], None], announce: Callable[[Plan], None] = lambda plan: None
 ) -> Supervisor:
@@ -233,6 +318,9 @@ def start(
     Facts are gathered and the code is synced at the same time; the gate judges before any rank starts.
     """
     prepared = prepare(fleet, cluster, wish)
+    refused = untrainable(prepared.recipe) if prepared.recipe is not None else None
+    if refused is not None:
+        raise refused
     names = [node.name for node in prepared.nodes]
     synced: list[tuple[Code, Ports] | BaseException] = []
 
@@ -252,7 +340,11 @@ def start(
     if isinstance(synced[0], BaseException):
         raise synced[0]
     code, ports = synced[0]
-    plan = _plan(cluster, prepared, facts, code, ports)
+    plan, site = _plan(cluster, prepared, facts, what_is_known(cluster, prepared.nodes, facts), code, ports)
+    plan, foreseen = _foreseen(plan, prepared, site)
+    hopeless = refuse(wish, prepared.recipe, foreseen)
+    if hopeless is not None:
+        raise hopeless
     files = {str(prepared.run.facts): json.dumps({name: asdict(fact) for name, fact in facts.items()}, default=str)}
     if prepared.recipe is not None:
         files[str(prepared.run.recipe)] = json.dumps(prepared.recipe, indent=1)

@@ -21,6 +21,8 @@ RESNETS: Mapping[int, tuple[int, float, float]] = {
 }
 """Depth -> parameters, multiply-adds of a 224 × 224 image (torchvision's table of models), convolution outputs (timm's)."""
 RESNET_IMAGE = 224
+MOST = 10**12
+"""est.: more than any dimension, batch or bucket ever was; products of these are finite numbers."""
 SAVED_PER_OUTPUT = 2
 """Each convolution's output is kept for the norm behind it, and that one's (rectified in place) for the next convolution."""
 
@@ -106,6 +108,9 @@ def shape_of(model: Mapping[str, Any], image_size: int = RESNET_IMAGE) -> Shape:
         return _resnet(config, image_size)
     if family not in DECODERS:
         raise UsageError("model.family", repr(family), f"one of {', '.join((*DECODERS, 'resnet'))}")
+    tied = config.get("tie_word_embeddings")
+    if tied is not None and not isinstance(tied, bool):
+        raise UsageError("model.config.tie_word_embeddings", repr(tied), "true or false")
     heads = _count(config, "num_attention_heads")
     hidden = _count(config, "hidden_size")
     kv_heads = _count(config, "num_key_value_heads", heads)
@@ -121,7 +126,7 @@ def shape_of(model: Mapping[str, Any], image_size: int = RESNET_IMAGE) -> Shape:
         kv_heads=kv_heads,
         head_dim=_count(config, "head_dim", hidden // heads),
         vocab=_count(config, "vocab_size"),
-        tied=config.get("tie_word_embeddings") is True,
+        tied=tied is True,
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
     )
@@ -136,10 +141,19 @@ def _resnet(config: Mapping[str, Any], image_size: int) -> Convolution:
     return Convolution(depth, image_size, parameters, 2 * multiply_adds * area, SAVED_PER_OUTPUT * outputs * area)
 
 
+def shown(value: object) -> str:
+    """Return a value as an error tells it: not all of a number with thousands of digits."""
+    if isinstance(value, int) and abs(value) > MOST:
+        return f"{'-' if value < 0 else ''}more than {MOST:g}"
+    return repr(value)
+
+
 def _count(config: Mapping[str, Any], key: str, otherwise: int | None = None) -> int:
     """Return a positive whole number of the configuration. Raises UsageError."""
     value = config.get(key, otherwise)
     value = otherwise if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"model.config.{key}", "missing" if value is None else repr(value), "a whole number from 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+        raise UsageError(
+            f"model.config.{key}", "missing" if value is None else shown(value), f"a whole number from 1 to {MOST:g}"
+        )
     return value

@@ -109,8 +109,9 @@ INSIDE_GBYTE_S = 14.7
 INSIDE_P2P_GBYTE_S = 20.6
 """The same machine with patched P2P."""
 ASSUMED = re.compile(
-    r"(?P<nodes>\d{1,3})x(?P<gpus>\d{1,2})x(?P<card>[a-z0-9]+(?:-[a-z0-9]+)?)(?P<p2p>\+p2p)?"
-    r"(?:@(?P<rate>\d{1,4}(?:\.\d{1,3})?)(?:gbe|gb|g)(?:-(?P<kind>roce|ib|infiniband|tcp))?)?(?:,ram=(?P<ram>\d{1,5})(?:gib|gb|g)?)?"
+    r"(?P<nodes>\d{1,9})x(?P<gpus>\d{1,9})x(?P<card>[a-z0-9]+(?:-[a-z0-9]+)?)(?P<p2p>\+p2p)?"
+    r"(?:@(?P<rate>\d{1,4}(?:\.\d{1,3})?)(?:gbe|gb|g)(?:-(?P<kind>roce|ib|infiniband|tcp))?)?(?:,ram=(?P<ram>\d{1,5})(?:gib|gb|g)?)?",
+    re.ASCII,
 )
 ASSUMED_EXAMPLE = (
     "4x8x4090@100gbe-roce (nodes × GPUs × card @ network: roce, ib or tcp; `,ram=256gib` for the host memory of a node)"
@@ -130,7 +131,9 @@ def assume(text: str) -> Site:
     if told["card"] != "cpu" and told["card"] not in CARDS:
         raise UsageError(culprit, f"no card {told['card']!r} is known", f"one of {', '.join((*CARDS, 'cpu'))}")
     if nodes > 1 and told["rate"] is None:
-        raise UsageError(culprit, f"{nodes} nodes and no network", ASSUMED_EXAMPLE, f"--assume {text}@25gbe-roce")
+        raise UsageError(
+            culprit, f"{nodes} nodes and no network", ASSUMED_EXAMPLE, "r4090c plan llama13b --assume 2x8x4090@100gbe-roce"
+        )
     rate = float(told["rate"]) if told["rate"] is not None else None
     if rate == 0:
         raise UsageError(culprit, "a network of 0 Gbit/s", ASSUMED_EXAMPLE)

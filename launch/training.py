@@ -6,13 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launch.shape import RESNET_IMAGE, Shape, Transformer, shape_of
+from launch.shape import MOST, RESNET_IMAGE, Shape, Transformer, shape_of, shown
 from r4090c.errors import UsageError
 
 METHODS = ("full", "lora", "int8", "qlora")
 """All weights; adapters beside weights of 16 bits, of 8 (LLM.int8), of 4 (nf4 with double quantization)."""
 OPTIMIZERS = ("adamw", "adamw8bit")
 PRECISIONS = ("bf16", "fp16", "fp32")
+NOT_PLANNED: Mapping[str, Any] = {
+    "cpu_offload": False,  # old names of offload_optimizer and offload_param, which DeepSpeed still takes
+    "cpu_offload_param": False,
+    "mics_shard_size": -1,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_gradients": False,
+}
+"""Keys that change memory or traffic in ways nobody works out here, with DeepSpeed's defaults (its configuration reference)."""
 ZERO_BUCKET = 500_000_000
 """DeepSpeed's default of reduce_bucket_size and allgather_bucket_size, elements (its configuration reference)."""
 
@@ -91,8 +100,11 @@ def training_of(recipe: Mapping[str, Any], ds_config: Mapping[str, Any], *, on_g
     zero = ds_config.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise UsageError("ds_config: zero_optimization", repr(zero), "a mapping")
+    for key, usual in NOT_PLANNED.items():
+        if zero.get(key, usual) != usual:
+            raise UsageError(f"ds_config: zero_optimization.{key}", f"{zero[key]!r} cannot be planned", f"{usual!r}, or none")
     stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise UsageError("ds_config: zero_optimization.stage", repr(stage), "0, 1, 2 or 3")
     return Training(
         name=str(recipe["name"]),
@@ -101,8 +113,8 @@ def training_of(recipe: Mapping[str, Any], ds_config: Mapping[str, Any], *, on_g
         lora_rank=rank,
         lora_targets=targets,
         stage=stage,
-        offload_optimizer=_offloaded(zero, "offload_optimizer"),
-        offload_parameters=_offloaded(zero, "offload_param"),
+        offload_optimizer=_offloaded(zero, "offload_optimizer") and stage >= 1,
+        offload_parameters=_offloaded(zero, "offload_param") and stage == 3,
         micro_batch=_whole("micro_batch", recipe["micro_batch"]),
         accumulation=_whole("gradient_accumulation", recipe["gradient_accumulation"]),
         sequence_length=_whole("data.sequence_length", data.get("sequence_length")) if language else 1,
@@ -112,7 +124,7 @@ def training_of(recipe: Mapping[str, Any], ds_config: Mapping[str, Any], *, on_g
         loss_chunk_tokens=_whole("loss_chunk_tokens", recipe.get("loss_chunk_tokens", 0), 0),
         reduce_bucket_elements=_bucket(zero, "reduce_bucket_size"),
         allgather_bucket_elements=_bucket(zero, "allgather_bucket_size"),
-        overlap_comm=zero.get("overlap_comm", stage == 3) is True,
+        overlap_comm=_overlaps(zero, stage),
     )
 
 
@@ -130,10 +142,23 @@ def _adapters(recipe: Mapping[str, Any], shape: Shape) -> tuple[int, tuple[str, 
 
 
 def _offloaded(zero: Mapping[str, Any], key: str) -> bool:
-    """Return whether a part of the model states lies in host memory. NVMe is refused: its speed is not planned."""
+    """Return whether a part of the model states is to lie in host memory. NVMe is refused: its speed is not planned.
+
+    DeepSpeed takes heed of it from stage 1 on (optimizer), under stage 3 (weights).
+    """
     told = zero.get(key)
-    device = told.get("device", "none") if isinstance(told, Mapping) else "none"
+    if told is not None and not isinstance(told, Mapping):
+        raise UsageError(f"ds_config: zero_optimization.{key}", repr(told), 'a mapping like {"device": "cpu"}')
+    device = "none" if told is None else told.get("device", "none")
     return _one_of(f"ds_config: zero_optimization.{key}.device", device, ("none", "cpu")) == "cpu"
+
+
+def _overlaps(zero: Mapping[str, Any], stage: int) -> bool:
+    """Return whether gradients travel while others are computed; DeepSpeed's default is to do so under stage 3."""
+    told = zero.get("overlap_comm")
+    if told is not None and not isinstance(told, bool):
+        raise UsageError("ds_config: zero_optimization.overlap_comm", repr(told), "true or false")
+    return stage == 3 if told is None else told
 
 
 def _bucket(zero: Mapping[str, Any], key: str) -> int:
@@ -150,6 +175,6 @@ def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> str:
 
 
 def _whole(key: str, value: object, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(key, "missing" if value is None else repr(value), f"a whole number from {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+        raise UsageError(key, "missing" if value is None else shown(value), f"a whole number from {least} to {MOST:g}")
     return value

@@ -14,7 +14,7 @@ import json
 import re
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,18 @@ def strip_cluster(cluster: Cluster) -> Cluster:
         return replace(node, ssh=ssh, env=dict.fromkeys(node.env, NOT_STORED))
 
     return replace(cluster, nodes=tuple(map(strip, cluster.nodes)), env=dict.fromkeys(cluster.env, NOT_STORED), file="")
+
+
+def without_stand_ins(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
+    """Return the cluster of a bundle without the variables whose values it does not hold, and their names, sorted."""
+
+    def kept(env: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in env.items() if value != NOT_STORED}
+
+    envs = (cluster.env, *(node.env for node in cluster.nodes))
+    names = sorted({name for env in envs for name, value in env.items() if value == NOT_STORED})
+    nodes = tuple(replace(node, env=kept(node.env)) for node in cluster.nodes)
+    return replace(cluster, env=kept(cluster.env), nodes=nodes), tuple(names)
 
 
 def cleaner(cluster: Cluster) -> Callable[[Any, bool], Any]:

@@ -13,13 +13,15 @@ from collections.abc import Mapping
 from statistics import median
 
 from netcheck.measure.p2p import Arms, read
+from netcheck.rank_env import P2P_LEVEL
 from r4090c.model import Expect, NodeFacts, P2pProof
 
 
 def fingerprint(facts: NodeFacts) -> str | None:
     """Return what a proof is bound to, None where the node does not tell it: then no proof counts.
 
-    Driver, cards and their places, kernel and its command line (IOMMU), what the driver grants, NCCL and torch.
+    Driver, cards and their places, kernel and its command line (IOMMU), what the driver grants, NCCL and torch, and how far P2P
+    reached in the test.
     """
     gpus, kernel, system, python = facts.gpus.value, facts.kernel.value, facts.os.value, facts.python.value
     if not gpus or kernel is None or system is None or python is None:
@@ -31,6 +33,7 @@ def fingerprint(facts: NodeFacts) -> str | None:
         "kernel": [system.kernel, kernel.cmdline, kernel.iommu_groups],
         "granted": sorted(matrix.cells.items()) if matrix is not None else None,
         "packages": sorted(packages.items()),
+        "level": P2P_LEVEL,
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import threading
@@ -16,8 +17,9 @@ from netcheck.checks import REGISTRY, Check
 from netcheck.conduct import carry_out
 from netcheck.gather import gather
 from netcheck.judge import judge, reached
-from netcheck.measure import PLANNED, nonce, ports
+from netcheck.measure import PLANNED, nonce, ports, rdma
 from netcheck.measure.job import Level, Setting
+from netcheck.port_tests import port_tests
 from netcheck.raw import Raw, parse_raw
 from r4090c.errors import ParseError, UsageError
 from r4090c.model import Cluster, Finding, Node, NodeFacts
@@ -127,6 +129,11 @@ def take_measurements(fleet: Fleet, setting: Setting, wanted: Collection[str], p
     for name, module in PLANNED.items():
         if name in wanted:
             found[name] = carry_out(module, fleet, setting, progress)
+            if name == rdma.NAME:  # collectives are measured over the ports that a run would use
+                nets = {node.name: setting.facts[node.name].net.value for node in nodes}
+                with contextlib.suppress(ParseError):  # the check says so
+                    tests = port_tests(found[name], nets, cluster, time.strftime("%Y-%m-%d", time.gmtime()))
+                    setting = replace(setting, port_tests=tests)
     return found
 
 

@@ -742,6 +742,20 @@ class P2pProof:
 
 
 @dataclass(frozen=True, slots=True)
+class PortTest:
+    """What the last bandwidth test of an RDMA port showed. `carries`: data came through at all.
+
+    `reason`: the figures, or what failed; `date` like "2026-03-01".
+    """
+
+    port: str
+    passed: bool
+    carries: bool
+    date: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeFacts:
     """All facts of one node. A field is a Fact so that "could not be read" stays visible."""
 

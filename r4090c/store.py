@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from r4090c.errors import UsageError
-from r4090c.model import P2pProof
+from r4090c.model import P2pProof, PortTest
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS preflight (at REAL, cluster TEXT, nodes TEXT, verdict TEXT, findings TEXT);
@@ -27,6 +27,9 @@ CREATE TABLE IF NOT EXISTS night (id TEXT PRIMARY KEY, at REAL, cluster TEXT, re
 CREATE TABLE IF NOT EXISTS sample (night TEXT, repeat INTEGER, nodes TEXT, ranks INTEGER, tokens_per_s REAL, detail TEXT);
 CREATE TABLE IF NOT EXISTS p2p (
     cluster TEXT, node TEXT, fingerprint TEXT, proven INTEGER, date TEXT, reason TEXT, PRIMARY KEY (cluster, node)
+);
+CREATE TABLE IF NOT EXISTS port (
+    cluster TEXT, node TEXT, port TEXT, passed INTEGER, carries INTEGER, date TEXT, reason TEXT, PRIMARY KEY (cluster, node, port)
 );
 """
 
@@ -130,6 +133,28 @@ def p2p_proofs(cluster: str) -> dict[str, P2pProof]:
     with _database() as database:
         rows = database.execute("SELECT node, fingerprint, proven, date, reason FROM p2p WHERE cluster=?", (cluster,)).fetchall()
     return {node: P2pProof(fingerprint, bool(proven), date, reason) for node, fingerprint, proven, date, reason in rows}
+
+
+def record_ports(cluster: str, tests: Mapping[str, Mapping[str, PortTest]]) -> None:
+    """Remember what the bandwidth test showed of RDMA ports (node -> port -> test), in the place of what was known of them."""
+    rows = [
+        (cluster, node, test.port, test.passed, test.carries, test.date, test.reason)
+        for node, own in tests.items()
+        for test in own.values()
+    ]
+    with _database() as database:
+        database.executemany("INSERT OR REPLACE INTO port VALUES (?,?,?,?,?,?,?)", rows)
+
+
+def port_tests(cluster: str) -> dict[str, dict[str, PortTest]]:
+    """Return node -> RDMA port -> what its last bandwidth test showed."""
+    with _database() as database:
+        wanted = "SELECT node, port, passed, carries, date, reason FROM port WHERE cluster=?"
+        rows = database.execute(wanted, (cluster,)).fetchall()
+    found: dict[str, dict[str, PortTest]] = {}
+    for node, port, passed, carries, date, reason in rows:
+        found.setdefault(node, {})[port] = PortTest(port, bool(passed), bool(carries), date, reason)
+    return found
 
 
 def record_run(run_id: str, cluster: str, recipe: str, nodes: Sequence[str], run_dir: str) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from launch.env import node_environment
+from launch.env import environments
 from launch.run import known_proofs
 from netcheck.measure import p2p as arms_of
 from netcheck.p2p import fingerprint, judge_arms, proofs
+from netcheck.rank_env import computed_environment
 from r4090c.cli.preflight import _remember_p2p
 from r4090c.model import Cluster, Expect, Fact, NodeFacts, P2pProof
 from r4090c.store import p2p_proofs, record_p2p
@@ -38,9 +39,8 @@ def case(name: str) -> tuple[Cluster, dict[str, NodeFacts], Any]:
 
 def variable(cluster: Cluster, facts: dict[str, NodeFacts], node: str) -> tuple[str, str]:
     """Return value and reason of NCCL_P2P_DISABLE as a launch would set it."""
-    peers = {one.name: one.data_address for one in cluster.nodes}
-    known = known_proofs(cluster, cluster.nodes, facts)
-    var = node_environment(cluster, cluster.node(node), facts[node], peers, {}, known.get(node))["NCCL_P2P_DISABLE"]
+    computed = computed_environment(cluster, cluster.nodes, facts, known_proofs(cluster, cluster.nodes, facts))
+    var = environments(cluster, cluster.nodes, computed, {})[node]["NCCL_P2P_DISABLE"]
     return var.value, var.reason
 
 
@@ -125,9 +125,9 @@ def test_the_last_test_counts_and_clusters_are_kept_apart(state: Path) -> None:
 def test_a_user_has_the_last_word(state: Path) -> None:
     cluster, facts, measured = case("proven")
     remember(cluster, facts, measured)
-    peers = {one.name: one.data_address for one in cluster.nodes}
-    proof = known_proofs(cluster, cluster.nodes, facts)["node01"]
-    env = node_environment(cluster, cluster.nodes[0], facts["node01"], peers, {"NCCL_P2P_DISABLE": "1"}, proof)
+    computed = computed_environment(cluster, cluster.nodes, facts, known_proofs(cluster, cluster.nodes, facts))
+    assert computed["node01"]["NCCL_P2P_DISABLE"].value == "0"
+    env = environments(cluster, cluster.nodes, computed, {"NCCL_P2P_DISABLE": "1"})["node01"]
     assert (env["NCCL_P2P_DISABLE"].value, env["NCCL_P2P_DISABLE"].origin) == ("1", "--env")
 
 

@@ -224,15 +224,26 @@ def test_arms_come_one_after_the_other_and_end_with_the_first_failure() -> None:
     seen = []
     while rounds := p2p.plan(wish, done):
         (one,) = rounds
-        seen.append([(job.data["nodes"][0], job.data["arm"], job.parts[0].steps[0].env["NCCL_P2P_DISABLE"]) for job in one])
+        envs = [job.parts[0].steps[0].env for job in one]
+        told = [(env["NCCL_P2P_DISABLE"], env.get("NCCL_P2P_LEVEL")) for env in envs]
+        seen.append([(job.data["nodes"][0], job.data["arm"], *what) for job, what in zip(one, told, strict=True)])
         hangs = [job.data["nodes"][0] == "node02" and job.data["arm"] == p2p.ON for job in one]
         done.append([answer(job, passed=not hang) for job, hang in zip(one, hangs, strict=True)])
     assert seen == [
-        [("node01", "off", "1"), ("node02", "off", "1")],
-        [("node01", "on", "0"), ("node02", "on", "0")],
-        [("node01", "on", "0")],
-        [("node01", "off", "1")],
+        [("node01", "off", "1", None), ("node02", "off", "1", None)],
+        [("node01", "on", "0", "SYS"), ("node02", "on", "0", "SYS")],
+        [("node01", "on", "0", "SYS")],
+        [("node01", "off", "1", None)],
     ]
+
+
+def test_p2p_reaches_as_far_as_somebody_stated_else_everywhere() -> None:
+    """By itself NCCL keeps P2P below one switch: GPUs of two host bridges would be tested without it."""
+    granted = {"*": {**NO_TESTS, "gpu_p2p": {"cells": {"0-1": "OK", "1-0": "OK"}}}}
+    wish = setting(facts=granted, cluster={"env": {"NCCL_P2P_LEVEL": "PHB"}})
+    (off,) = p2p.plan(wish, [])
+    (on,) = p2p.plan(wish, [[answer(job) for job in off]])
+    assert {job.parts[0].steps[0].env["NCCL_P2P_LEVEL"] for job in on} == {"PHB"}
 
 
 def test_gpu_load_takes_host_memory_near_each_card() -> None:

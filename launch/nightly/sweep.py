@@ -81,14 +81,15 @@ def measure(
 ) -> None:
     """Run every turn, adding to `samples` and to `failed`: a run that cannot start or is lost costs its own sample only.
 
-    Nothing is gated here: the caller has judged the nodes. Ctrl-C stops the running attempt everywhere before it goes on up.
+    Nothing is gated here: the caller has judged the nodes, and a night measures also what a plan calls pointless. Ctrl-C stops
+    the running attempt everywhere before it goes on up.
     """
     for number, turn in enumerate(turns, 1):
         names = tuple(node.name for node in turn.nodes)
         say(f"run {number}/{len(turns)}: repeat {turn.repeat} on {', '.join(names)}")
         rates = _Rates()
         try:
-            supervisor = start(fleet, cluster, replace(wish, nodes=turn.nodes, gate=False), lambda _: None)
+            supervisor = start(fleet, cluster, replace(wish, nodes=turn.nodes, gate=False, anyway=True), lambda _: None)
             outcome = _followed(supervisor, rates)
         except R4090cError as error:
             failed.append(str(error))

@@ -21,7 +21,7 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 from netcheck.facts.question import as_float, as_int, as_list, as_mapping, as_str
-from r4090c.model import Cluster, Node, NodeFacts
+from r4090c.model import Cluster, Node, NodeFacts, PortTest
 
 NOT_INSTALLED = "not installed"
 """`error` of a step whose program is not there (run_on_node.NOT_INSTALLED; a test compares them)."""
@@ -124,13 +124,17 @@ OVERHEAD_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a plan may look at. `nodes`: those that answered. `seed`: for ports that two preflights at once must not share."""
+    """What a plan may look at. `nodes`: those that answered. `seed`: for ports that two preflights at once must not share.
+
+    `port_tests`: node -> RDMA port -> what was measured before.
+    """
 
     nodes: tuple[Node, ...]
     facts: Mapping[str, NodeFacts]
     cluster: Cluster
     level: Level
     seed: int = 0
+    port_tests: Mapping[str, Mapping[str, PortTest]] = field(default_factory=dict)
 
 
 class MeasurementModule(Protocol):

@@ -14,6 +14,7 @@ from netcheck.measure.job import Level, Round, Setting, read_record, read_rounds
 from netcheck.measure.nccl_node import MIB
 from netcheck.measure.schedule import pick_ports
 from netcheck.measure.sweep import TORCH, Run, Sweep, has_torch, make_job, members, read_run
+from netcheck.rank_env import P2P_LEVEL
 from r4090c.errors import ParseError
 
 NAME, TITLE, LEVEL = "p2p", "GPU to GPU, with P2P and without", Level.DEFAULT
@@ -46,7 +47,7 @@ def plan(setting: Setting, done: Sequence[Sequence[Mapping[str, Any]]]) -> tuple
         grant = member.facts.gpu_p2p.value
         if node.name in failed or grant is None or not grant.granted or len(member.gpus) < 2 or not has_torch(member.facts):
             continue
-        env = {"NCCL_P2P_DISABLE": "1" if arm == OFF else "0"}
+        env = {"NCCL_P2P_DISABLE": "1"} if arm == OFF else {"NCCL_P2P_LEVEL": P2P_LEVEL, **member.env, "NCCL_P2P_DISABLE": "0"}
         jobs.append(make_job(f"{node.name} {arm}", [member], SWEEP, next(ports), program=TORCH, env=env, data={"arm": arm}))
     return (tuple(jobs),) if jobs else ()
 

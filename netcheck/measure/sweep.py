@@ -111,11 +111,10 @@ class Member:
 
 def members(setting: Setting, nodes: Sequence[Node]) -> tuple[Member, ...]:
     """Return `nodes` as members, with all GPUs that ranks may have."""
-    peers = {node.name: node.data_address for node in nodes}
+    envs = measured_environment(setting.cluster, nodes, setting.facts, setting.port_tests)
     found = []
     for node in nodes:
-        facts = setting.facts[node.name]
-        env = measured_environment(setting.cluster, node, facts, peers)
+        facts, env = setting.facts[node.name], envs[node.name]
         found.append(Member(node, facts, env, visible_gpus(node, facts, env)))
     return tuple(found)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "bench": "measure collectives by themselves",
     "checks": "show every check, what it expects and why",
     "demo": "train on two nodes on this machine, without root or GPU",
+    "env": "show the environment of the ranks, and why",
     "facts": "show what is true on every node",
     "jobs": "list runs and their state",
     "launch": "train a recipe or your own script on the cluster",
@@ -35,10 +37,12 @@ COMMANDS: dict[str, str] = {
     "nightly": "measure scaling efficiency and keep its history",
     "nodes": "show the cluster, or import a hostfile",
     "parse": "read the output of a tool and print what it says as JSON",
+    "plan": "say what a recipe needs, whether it fits, how fast it should be",
     "preflight": "say whether the nodes are fit, and if not what mends them",
     "provision": "make the nodes fit",
     "schema": "print the JSON Schema of cluster.yaml",
     "stop": "stop a run on every node",
+    "topology": "show how the nodes are built and who is near whom",
 }
 """Command name -> one line of help. Each lives in `r4090c/cli/<name>.py` as `command`."""
 
@@ -121,6 +125,9 @@ def program() -> None:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started us (`>&-`)
             setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115 -- lives as long as we
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":  # a terminal that knows no × shows a ?
+            stream.reconfigure(errors="replace")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
             signal.signal(number, _interrupt)

@@ -21,6 +21,7 @@ from r4090c.errors import Exit, R4090cError, UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from netcheck.raw import Raw
     from r4090c.model import Cluster, Node
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -60,7 +61,8 @@ def styled(text: str, **style: Any) -> str:
 
 
 TAKE_CLUSTER = (
-    *("bench", "checks", "facts", "jobs", "launch", "lock", "logs", "nightly", "nodes", "preflight", "provision", "stop"),
+    *("bench", "checks", "env", "facts", "jobs", "launch", "lock", "logs", "nightly", "nodes", "plan", "preflight", "provision"),
+    *("stop", "topology"),
 )
 _given: list[str] = []
 """The `--cluster FILE` of this process, once it was asked for."""
@@ -150,6 +152,27 @@ def choose_nodes(cluster: Cluster, wanted: str | None) -> tuple[Node, ...]:
     return select_nodes(cluster, wanted)
 
 
+def ask_or_replay(cluster_file: str | None, wanted: str | None, bundle: Path | None) -> tuple[Cluster, Raw]:
+    """Return the cluster and what its wanted nodes say: all that a bundle holds, or what they answer now.
+
+    On a terminal it is told that asking takes a moment.
+    """
+    if bundle is not None:
+        from netcheck.bundle import load_bundle
+
+        return load_bundle(bundle)
+    from netcheck.gather import gather
+    from r4090c.remote import Fleet
+
+    cluster = load(cluster_file)
+    nodes = choose_nodes(cluster, wanted)
+    with Fleet(nodes) as fleet:
+        if not sys.stderr.isatty():
+            return cluster, gather(fleet, cluster, nodes)
+        with err().status(f"asking {len(nodes)} nodes …"):
+            return cluster, gather(fleet, cluster, nodes)
+
+
 def to_jsonable(value: object) -> Any:
     """Return `value` with dataclasses, enums and tuples turned into what json can write."""
     if value is None or type(value) in (str, int, float, bool):
@@ -173,11 +196,15 @@ def print_json(value: object) -> None:
 
 
 def out() -> Console:
-    """Return a console on stdout, for data."""
+    """Return a console on stdout, for data. Like click.echo it raises BrokenPipeError when nobody reads (`| head`)."""
     from rich.console import Console
 
+    class OnStdout(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich would end the process with 1, whatever the verdict  # noqa: PLE0704 -- called while it is handled
+
     # A pipe has no width: a table there must not be folded to 80 columns.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    return OnStdout(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def err() -> Console:

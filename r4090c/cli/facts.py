@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from r4090c.cli.common import (
+    ask_or_replay,
     choose_nodes,
     cluster_option,
     err,
     json_option,
-    load,
     nodes_option,
     on_stdout,
     out,
@@ -66,7 +65,7 @@ def command(
 
     if bundle is not None and (save is not None or cluster_file is not None):
         raise UsageError("--from", "given together with " + ("--save" if save is not None else "--cluster"), "one of them")
-    cluster, raw = _replay(bundle) if bundle is not None else _ask(load(cluster_file), nodes)
+    cluster, raw = ask_or_replay(cluster_file, nodes, bundle)
     chosen = [node for node in choose_nodes(cluster, nodes) if node.name in raw.reach]
     facts = parse_raw(raw, cluster)
     silent = [node for node in chosen if raw.reach[node.name]["verdict"] != "ok"]
@@ -83,25 +82,6 @@ def command(
             tell_error(error)
             code = code or error.exit_code
     ctx.exit(int(code))
-
-
-def _replay(bundle: Path) -> tuple[Cluster, Raw]:
-    from netcheck.bundle import load_bundle
-
-    return load_bundle(bundle)
-
-
-def _ask(cluster: Cluster, wanted: str | None) -> tuple[Cluster, Raw]:
-    """Return the cluster and what the wanted nodes answer; tell on a terminal that it takes a moment."""
-    from netcheck.gather import gather
-    from r4090c.remote import Fleet
-
-    nodes = choose_nodes(cluster, wanted)
-    with Fleet(nodes) as fleet:
-        if not sys.stderr.isatty():
-            return cluster, gather(fleet, cluster, nodes)
-        with err().status(f"asking {len(nodes)} nodes …"):
-            return cluster, gather(fleet, cluster, nodes)
 
 
 def _report(cluster: Cluster, raw: Raw, nodes: list[Node], facts: dict[str, NodeFacts]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def command(cluster_file: str | None, everything: bool, as_json: bool) -> int:
     with Fleet(cluster.nodes) as fleet:
         runs = list_runs(fleet, cluster, limit=1000 if everything else 20)
     if as_json:
-        keys = ("id", "state", "recipe", "nodes", "run_dir", "attempt", "step", "steps", "started_at", "cause")
+        keys = ("id", "state", "recipe", "nodes", "run_dir", "attempt", "step", "steps", "started_at", "cause", "placement")
         print_json([{key: getattr(run, key) for key in keys} for run in runs])
         return Exit.OK
     if not runs:

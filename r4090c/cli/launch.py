@@ -23,6 +23,7 @@ from r4090c.cli.common import (
     pasteable,
     print_json,
     remember,
+    styled,
     tell_error,
 )
 from r4090c.errors import Exit, UsageError
@@ -30,6 +31,7 @@ from r4090c.errors import Exit, UsageError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from launch.forecast import Forecast
     from launch.plan import Plan
     from launch.supervise import Supervisor
 
@@ -65,6 +67,8 @@ if TYPE_CHECKING:
 @click.option("--detach", is_flag=True, help="Return once the ranks are started; see `r4090c jobs`.")
 @click.option("--dry-run", is_flag=True, help="Print the exact argv, environment and CPU set of every rank; start nothing.")
 @click.option("--no-gate", is_flag=True, help="Launch although the quick preflight says the nodes are not fit.")
+@click.option("--anyway", is_flag=True, help="Launch although the plan says that it does not fit, or is pointless.")
+@click.option("--no-affinity", is_flag=True, help="Bind no rank to CPUs or memory, and leave the GPUs in PCI order.")
 @json_option
 def command(
     target: str,
@@ -79,6 +83,8 @@ def command(
     detach: bool,
     dry_run: bool,
     no_gate: bool,
+    anyway: bool,
+    no_affinity: bool,
     as_json: bool,
 ) -> int:
     """Train TARGET (a recipe's name, a recipe .yaml, or your own script .py) on the nodes.
@@ -98,13 +104,31 @@ def command(
 
     cluster = load(cluster_file)
     chosen = choose_nodes(cluster, nodes)
-    wish = Wish(target, sets, chosen, nodes is not None, nproc, args, _variables(env), code, resume, not no_gate)
+    named = nodes is not None
+    wish = Wish(
+        target,
+        sets,
+        chosen,
+        named,
+        nproc,
+        args,
+        variables(env),
+        code,
+        resume,
+        not no_gate,
+        affinity=not no_affinity,
+        anyway=anyway,
+    )
     console = err()
     began = time.time()
     with Fleet(cluster.nodes if resume is not None else chosen) as fleet:
         if dry_run:
-            plan = dry_plan(fleet, cluster, wish)
-            _show_plan(plan, as_json)
+            plan, foreseen, refused = dry_plan(fleet, cluster, wish)
+            tell_doubts(plan)
+            _show_plan(plan, foreseen, as_json)
+            if refused is not None:
+                tell_error(refused)
+                return refused.exit_code
             return Exit.OK
 
         def say(text: str) -> None:
@@ -113,6 +137,7 @@ def command(
         def announce(plan: Plan) -> None:
             from r4090c.store import record_run
 
+            tell_doubts(plan)
             names = [node.name for node in plan.nodes]
             remember(record_run, plan.run_id, cluster.name, plan.recipe, names, plan.run_dir)
             console.print(f"run [bold]{plan.run_id}[/bold]  {plan.run_dir}", soft_wrap=True)
@@ -130,6 +155,12 @@ def command(
         if as_json:
             print_json(result)
         return ended
+
+
+def tell_doubts(plan: Plan) -> None:
+    """Print on stderr what is doubtful about the variables that people set themselves; they win all the same."""
+    for text in plan.warnings:
+        click.echo(f"{styled('warning:', fg='yellow')} {pasteable(text)}", err=True)
 
 
 def follow_attempt(
@@ -194,7 +225,7 @@ def follow_attempt(
     return result, Exit.OK
 
 
-def _variables(env: tuple[str, ...]) -> dict[str, str]:
+def variables(env: tuple[str, ...]) -> dict[str, str]:
     """Return the `--env` variables. Raises UsageError for what is not NAME=VALUE."""
     found = {}
     for text in env:
@@ -216,6 +247,12 @@ def told_in(line: Mapping[str, Any]) -> str:
     loss, rate = number_in(line, "loss"), number_in(line, "tokens_per_s")
     told = [f"loss {loss:.4f}"] if loss is not None else []
     return "  ".join([*told, *([f"{rate:,.0f} tokens/s"] if rate is not None else [])])
+
+
+def told_of(event: Mapping[str, Any]) -> str:
+    """Return the line that tells of an agent's event; one that ends nothing is a warning."""
+    warning = "warning: " if event.get("kind") == "placement-differs" else ""
+    return f"{warning}{event.get('node')}: {event.get('kind')}: {event.get('detail', '')}"
 
 
 class _View:
@@ -294,7 +331,7 @@ class _Plain(_View):
     def event(self, event: Mapping[str, Any]) -> None:
         self.note_start(event)
         if event.get("kind") not in ("started", "finished"):
-            click.echo(f"{event.get('node')}: {event.get('kind')}: {event.get('detail', '')}", err=True)
+            click.echo(told_of(event), err=True)
 
     def note(self, text: str) -> None:
         click.echo(text, err=True)
@@ -336,39 +373,26 @@ class _Bar(_View):
     def event(self, event: Mapping[str, Any]) -> None:
         self.note_start(event)
         if event.get("kind") not in ("started", "finished"):
-            told = f"{event.get('node')}: {event.get('kind')}: {event.get('detail', '')}"
-            self._bar.console.print(told, soft_wrap=True, markup=False)
+            self._bar.console.print(told_of(event), soft_wrap=True, markup=False)
 
     def note(self, text: str) -> None:
         self._bar.console.print(text, soft_wrap=True, markup=False)
 
 
-def _show_plan(plan: Plan, as_json: bool) -> None:
+def _show_plan(plan: Plan, foreseen: Forecast | None, as_json: bool) -> None:
     from launch.plan import plan_json
+    from r4090c.cli.plan_view import show_ranks, show_summary
 
     told = plan_json(plan)
     if as_json:
         print_json(told)
         return
-    import shlex
-
-    from netcheck.facts.cpus import ranges
-
     console = out()
     console.print(
         f"run {plan.run_id} in {plan.run_dir}: {plan.world_size} ranks on {len(plan.nodes)} nodes "
         "(dry run: nothing was started; ports are examples)",
         soft_wrap=True,
     )
-    for node in told["nodes"]:
-        console.print(f"\n[bold]{node['name']}[/bold]  node rank {node['node_rank']}", markup=True)
-        console.print(f"  {shlex.join(node['torchrun'])}", markup=False)
-        for name, var in node["env"].items():
-            console.print(f"  {name}={var['value']}", markup=False, end="")
-            console.print(f"   # {var['reason']} [{var['origin']}]", markup=False, style="dim")
-        for rank in node["ranks"]:
-            cpus = ranges(rank["cpus"])
-            memory = f", memory of NUMA {rank['memory_node']} preferred" if rank["memory_node"] is not None else ""
-            console.print(f"  rank {rank['rank']}: CPUs {cpus or 'not bound'}{memory}   # {rank['reason']}", markup=False)
-            for name, var in rank["env"].items():
-                console.print(f"    {name}={var['value']}   # {var['reason']}", markup=False)
+    if foreseen is not None:
+        show_summary(console, foreseen)
+    show_ranks(console, told["nodes"])

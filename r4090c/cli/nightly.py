@@ -41,6 +41,7 @@ def _sizes(text: str, limit: int) -> list[int]:
 @click.option("--floor", type=click.FloatRange(0, 1), help="Exit 1 when E(n) is below this for any n > 1.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe.")
 @click.option("--nproc-per-node", "nproc", type=click.IntRange(1, 64), help="Ranks on each node.")
+@click.option("--no-affinity", is_flag=True, help="Bind no rank to CPUs or memory, and leave the GPUs in PCI order.")
 @click.option("--dry-run", is_flag=True, help="Show the runs; start nothing.")
 @cluster_option
 @json_option
@@ -51,6 +52,7 @@ def run(
     floor: float | None,
     sets: tuple[str, ...],
     nproc: int | None,
+    no_affinity: bool,
     dry_run: bool,
     cluster_file: str | None,
     as_json: bool,
@@ -96,7 +98,8 @@ def run(
         failed: list[str] = []
         interrupted = False
         try:
-            measure(fleet, cluster, Wish(recipe, sets, nproc=nproc, label=label), turns, say, samples, failed)
+            wish = Wish(recipe, sets, nproc=nproc, label=label, affinity=not no_affinity)
+            measure(fleet, cluster, wish, turns, say, samples, failed)
         except KeyboardInterrupt:  # what was measured is kept
             interrupted = True
     table = scaling(samples)

@@ -158,6 +158,7 @@ def command(
         # Only whole preflights are worth comparing with.
         remember(record_preflight, cluster.name, list(raw.reach), record["verdict"], kept, record if whole else None)
         _remember_p2p(cluster, raw, facts)
+        _remember_ports(cluster, raw, facts)
     return code
 
 
@@ -175,6 +176,24 @@ def _remember_p2p(cluster: Cluster, raw: Raw, facts: Mapping[str, NodeFacts]) ->
         return  # the check says so
     for node, proof in found.items():
         remember(record_p2p, cluster.name, node, proof)
+
+
+def _remember_ports(cluster: Cluster, raw: Raw, facts: Mapping[str, NodeFacts]) -> None:
+    """Remember what the bandwidth test showed of RDMA ports: `launch` leaves out one that failed."""
+    from netcheck.measure.rdma import NAME
+    from netcheck.port_tests import port_tests
+    from r4090c.errors import ParseError
+    from r4090c.store import record_ports
+
+    if NAME not in raw.measurements:
+        return
+    try:
+        nets = {name: own.net.value for name, own in facts.items()}
+        found = port_tests(raw.measurements[NAME], nets, cluster, raw.started_at[:10])
+    except ParseError:
+        return  # the check says so
+    if found:
+        remember(record_ports, cluster.name, found)
 
 
 def _refuse_contradictions(

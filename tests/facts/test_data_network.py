@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from launch.env import node_environment
 from netcheck.checks import REGISTRY
 from netcheck.data_network import data_iface, gid_index, peers_of, rdma_ports
 from netcheck.judge import judge
-from netcheck.rank_env import Var, nccl_version
+from netcheck.rank_env import Var, computed_environment, nccl_version
 from r4090c.cli.facts import _data_network_text
 from r4090c.model import Cluster, Node, NodeFacts, RdmaGid, RdmaPort, Status
 from tests.checks.cases import HERE, build
@@ -22,17 +22,22 @@ FILES = sorted((HERE / "rdma-port").glob("*.json"))
 PORT = RdmaPort("mlx5_0", 1, "ACTIVE", "LinkUp", "Ethernet", 100.0, "enp65s0f0", None, 0, ())
 
 
-def environment(cluster: Cluster, node: Node, facts: NodeFacts) -> dict[str, Var]:
-    return node_environment(cluster, node, facts, {one.name: one.data_address for one in cluster.nodes}, {})
+def environment(cluster: Cluster, node: Node, facts: Mapping[str, NodeFacts]) -> dict[str, Var]:
+    return computed_environment(cluster, cluster.nodes, facts)[node.name]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_launch_uses_the_ports_that_the_preflight_passes(file: Any) -> None:
     cluster, raw, facts = build(json.loads(file.read_text()))
     findings = judge(cluster, raw, facts, [check for check in REGISTRY if check.id == "rdma-port"])
+    fit = [node for node in cluster.nodes if any(one.subject == node.name and one.status is Status.PASS for one in findings)]
+    off = {env["NCCL_IB_DISABLE"].value for env in computed_environment(cluster, cluster.nodes, facts).values()}
+    assert len(off) == 1  # one transport for all
+    if len(fit) == len(cluster.nodes) > 1:
+        assert off == {"0"}
     for finding in findings:
-        if finding.status is Status.PASS:
-            env = environment(cluster, cluster.node(finding.subject), facts[finding.subject])
+        if finding.status is Status.PASS and len(fit) > 1:
+            env = computed_environment(cluster, fit, facts)[finding.subject]
             assert env["NCCL_IB_DISABLE"].value == "0"
             ports = re.sub(r" \(GID index \d+\)", "", finding.observed)
             assert env["NCCL_IB_HCA"].value == "=" + ports.replace(", ", ",")
@@ -48,7 +53,7 @@ def test_preflight_launch_and_facts_name_one_interface(name: str) -> None:
             if net is None:
                 continue
             iface, _ = data_iface(net, node, peers_of(node, cluster), loopback=loopback)
-            env = environment(cluster, node, facts[node.name])
+            env = environment(cluster, node, facts)
             assert (env["GLOO_SOCKET_IFNAME"].value if "GLOO_SOCKET_IFNAME" in env else None) == iface
             assert iface is None or _data_network_text(cluster, node, net).startswith(iface)
 
@@ -64,7 +69,7 @@ def gids(*entries: tuple[int, str, str]) -> tuple[RdmaGid, ...]:
 def test_an_nccl_that_does_not_look_for_the_gid_is_told_its_index(nccl: str | None, index: str | None) -> None:
     packages = {"torch": "2.2.0"} if nccl is None else {"torch": "2.2.0", "nvidia-nccl-cu12": nccl}
     cluster, _, facts = build({"facts": {"*": {"python": {"packages": {"=": packages}}}}})
-    var = environment(cluster, cluster.nodes[0], facts["node01"]).get("NCCL_IB_GID_INDEX")
+    var = environment(cluster, cluster.nodes[0], facts).get("NCCL_IB_GID_INDEX")
     assert (None if var is None else var.value) == index
     if var is not None:
         assert "RoCE v2 IPv4 GID of mlx5_0:1" in var.reason
@@ -74,15 +79,15 @@ def test_the_index_is_that_of_the_node() -> None:
     cluster, _, facts = build({"facts": {"*": {"python": {"packages": {"nvidia-nccl-cu12": "2.18.6"}}}}})
     ports = (replace(PORT, gids=gids((0, "fe80::2", "v1"), (2, "::ffff:10.10.0.12", "v1"), (7, "::ffff:10.10.0.12", "v2"))),)
     changed = replace(facts["node02"], rdma=replace(facts["node02"].rdma, value=ports))
-    assert environment(cluster, cluster.nodes[0], facts["node01"])["NCCL_IB_GID_INDEX"].value == "3"
-    assert environment(cluster, cluster.nodes[1], changed)["NCCL_IB_GID_INDEX"].value == "7"
+    assert environment(cluster, cluster.nodes[0], facts)["NCCL_IB_GID_INDEX"].value == "3"
+    assert environment(cluster, cluster.nodes[1], {**facts, "node02": changed})["NCCL_IB_GID_INDEX"].value == "7"
 
 
 def test_no_index_without_rdma_or_on_infiniband() -> None:
     old = {"python": {"packages": {"nvidia-nccl-cu12": "2.18.6"}}}
     for kind in ("tcp", "infiniband"):
         cluster, _, facts = build({"facts": {"*": old}, "cluster": {"network": {"kind": kind}}})
-        assert "NCCL_IB_GID_INDEX" not in environment(cluster, cluster.nodes[0], facts["node01"])
+        assert "NCCL_IB_GID_INDEX" not in environment(cluster, cluster.nodes[0], facts)
 
 
 def test_one_index_for_all_ports_leaves_out_the_port_that_has_another_one() -> None:

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.env import is_secret, node_environment, shown, visible_devices
-from netcheck.rank_env import Var
-from r4090c.model import Fact
+from launch.env import environments, is_secret, layers, shown, visible_devices
+from netcheck.rank_env import Var, computed_environment
+from r4090c.model import Fact, Node, NodeFacts, RdmaPort
 from tests.launch.facts_of import cluster_of, facts_of, net_of, node_of, rdma_port
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "cases" / "env.json").read_text())
 
 
+def _facts(case: dict[str, Any], node: Node, addresses: Sequence[str]) -> NodeFacts:
+    """Return what is true of one node: all have the same interfaces and cards; the case states the routes of the first."""
+    rdma: Fact[tuple[RdmaPort, ...]] = Fact(error="no answer")
+    if case["rdma"] is not None:
+        rdma = Fact(tuple(rdma_port(*port) for port in case["rdma"]))
+    if case["ifaces"] is None:
+        return facts_of(node.name, net=Fact(error="no answer"), rdma=rdma)
+    own = {name: node.data_address if address == addresses[0] else address for name, address in case["ifaces"].items()}
+    vias = [*case["routes"].values()]
+    routes = case["routes"] if node.name == "node01" else {peer: vias[0] for peer in addresses if peer != node.data_address}
+    return facts_of(node.name, net=net_of(own, routes), rdma=rdma)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_cases(case: dict[str, Any]) -> None:
-    address = "127.0.0.1" if case["kind"] == "loopback" else "10.10.0.11"
-    node = node_of("node01", address, case["gpus"], case.get("node_env"))
-    peers = {"node01": address, **{f"node{index:02d}": peer for index, peer in enumerate(case["routes"], start=2)}}
-    net = net_of(case["ifaces"], case["routes"]) if case["ifaces"] is not None else Fact(error="no answer")
-    rdma = Fact(tuple(rdma_port(*port) for port in case["rdma"])) if case["rdma"] is not None else Fact(error="no answer")
-    cluster = cluster_of([node], case["kind"], case.get("cluster_env"))
-    found = node_environment(cluster, node, facts_of("node01", net=net, rdma=rdma), peers, case.get("user_env", {}))
+    loopback = case["kind"] == "loopback"
+    first = "127.0.0.1" if loopback else "10.10.0.11"
+    addresses = [first, *case["routes"]]
+    nodes = [node_of(f"node{index:02d}", own, case["gpus"]) for index, own in enumerate(addresses, start=1)]
+    nodes[0] = node_of("node01", first, case["gpus"], case.get("node_env"))
+    facts = {node.name: _facts(case, node, addresses) for node in nodes}
+    cluster = cluster_of(nodes, case["kind"], case.get("cluster_env"))
+    computed = computed_environment(cluster, nodes, facts)
+    found = environments(cluster, nodes, computed, case.get("user_env", {}))["node01"]
     assert {name: found[name].value if name in found else None for name in case["expect"]} == case["expect"]
     for name, text in case.get("why", {}).items():
         assert found[name].reason.startswith(text)
@@ -70,3 +86,15 @@ def test_an_address_with_a_password_in_it_is_a_secret_whatever_its_name() -> Non
     assert shown("DATABASE_URL", "postgresql://u:p@db/x") == "***"
     assert shown("HTTP_PROXY", "http://proxy:3128") == "http://proxy:3128"
     assert shown("REMOTE", "git@host:path/x") == "git@host:path/x"
+
+
+def test_layers_part_what_all_nodes_share_from_what_is_a_nodes_own() -> None:
+    shared, here, there = Var("0", "shared"), Var("=eth0", "route"), Var("=eth1", "route")
+    common, own = layers(
+        {"node01": {"A": shared, "B": here}, "node02": {"A": Var("0", "in other words"), "B": there, "C": shared}}
+    )
+    assert common == {"A": shared}
+    assert own == {"node01": {"B": here}, "node02": {"B": there, "C": shared}}
+    assert layers({"node01": {"A": shared}}) == ({"A": shared}, {"node01": {}})
+    assert layers({"node01": {"A": shared}, "node02": {"A": Var("0", "x", "--env")}})[0] == {}  # another origin is another layer
+    assert layers({}) == ({}, {})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import json
+import os
 import secrets
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from launch.jobs import find_run, list_runs
 from launch.plan import Job, Plan, Ports, make_plan
 from launch.supervise import Outcome, Supervisor, stop_run
 from launch.sync import our_files, sync, user_files
+from netcheck.facts.cpus import parse_cpu_list, ranges
 from netcheck.measure.job import Level
 from netcheck.preflight import run_preflight
 from r4090c.errors import CouldNotTell, TrainingFailed
@@ -129,6 +131,8 @@ class Bench:
         real: bool = True,
         python: Mapping[str, str] | None = None,
         ports: Ports | None = None,
+        env: Mapping[str, str] | None = None,
+        affinity: bool = True,
     ) -> Plan:
         """Return a plan for a script of this folder. `python`: node -> another paths.python."""
         chosen = []
@@ -138,7 +142,7 @@ class Bench:
         files = {**our_files(), **user_files(SCRIPTS / script)}
         code, free = sync(self.fleet, [node.name for node in chosen], str(self.lab.shared), files)
         run = RunPaths(PurePosixPath(chosen[0].paths.runs) / new_run_id(script.removesuffix(".py")))
-        job = Job(script, f"user/{script}", args, nproc)
+        job = Job(script, f"user/{script}", args, nproc, env=env, affinity=affinity)
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return make_plan(
             self.cluster, chosen, self.facts, job, run=run, attempt=1, code=code, ports=ports or free, created_at=created
@@ -227,6 +231,9 @@ def test_a_real_gloo_job_on_two_nodes(bench: Bench) -> None:
     for node in ("node01", "node02"):
         state = attempt.agent(node)
         assert (state["end"]["outcome"], state["end"]["cause"]) == ("done", None)
+        for placed in state["placement"].values():  # torchrun changes nothing that was planned
+            assert placed["differs"] == [] and placed["variables"] > 10
+        assert len(state["placement"]) == 1
         assert [event["kind"] for event in state["events"] if event["node"] == node] == ["started", "finished"]
     assert sorted((event["node"], event["kind"]) for event in attempt.events()) == [
         ("node01", "finished"),
@@ -239,6 +246,80 @@ def test_a_real_gloo_job_on_two_nodes(bench: Bench) -> None:
     assert not Path(attempt.paths.diagnosis).exists()
     run = find_run(bench.fleet, bench.cluster, attempt.plan.run_id)
     assert (run.state, run.cause, run.nodes) == ("done", None, ("node01", "node02"))
+
+
+def test_ranks_have_the_planned_cpus_and_environment_and_the_agents_say_so(bench: Bench) -> None:
+    attempt = bench.start(bench.plan("wait.py", "4", nproc=2, real=False, env={"HF_TOKEN": "hf_secret", "WORDS": "a b=c"}))
+    attempt.wait_for("waits")
+    for node in attempt.plan.nodes:
+        found = {}
+        for pid in pids(bench.lab, node.name, "rank"):
+            text = bench.lab.exec(node.name, "cat", f"/proc/{pid}/environ").stdout
+            variables = dict(entry.partition("=")[::2] for entry in text.split("\0") if entry)
+            status = bench.lab.exec(node.name, "cat", f"/proc/{pid}/status").stdout
+            allowed = next(line.split()[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list:"))
+            found[variables["RANK"]] = variables, parse_cpu_list(allowed)
+        assert sorted(found) == [str(rank.rank) for rank in node.ranks]
+        for rank in node.ranks:
+            variables, cpus = found[str(rank.rank)]
+            planned = {name: var.value for name, var in {**node.env, **rank.env}.items()}
+            assert {name: variables.get(name) for name in planned} == planned
+            assert cpus == rank.cpus
+    # Two ranks on the machine's cores: each has its own, where there are two.
+    assert len({rank.cpus for rank in attempt.plan.nodes[0].ranks}) == min(2, len(os.sched_getaffinity(0)))
+    assert attempt.outcome(20) == Outcome("done", None)
+    assert {event["kind"] for event in attempt.watcher.events} == {"started", "finished"}
+    for node in attempt.plan.nodes:
+        placement = attempt.agent(node.name)["placement"]
+        for rank in node.ranks:
+            assert parse_cpu_list(placement[str(rank.rank)]["cpus"]) == rank.cpus
+            assert placement[str(rank.rank)]["differs"] == []
+            assert placement[str(rank.rank)]["variables"] >= len({*node.env, *rank.env})
+    assert find_run(bench.fleet, bench.cluster, attempt.plan.run_id).placement == "4 of 4 ranks read back are as planned"
+
+
+def test_what_is_not_as_planned_is_a_warning_and_the_run_goes_on(bench: Bench) -> None:
+    """A training Python that is a script of the site's, as conda's and containers' are: it changes the ranks of one node."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one CPU: nothing to bind elsewhere")
+    first = min(os.sched_getaffinity(0))
+    wrapper = bench.lab.shared / "site_python"
+    lines = (
+        "#!/bin/sh",
+        f'case "$1" in -*) exec {bench.lab.shared}/quick_python "$@";; esac',  # torchrun and the rank wrapper
+        "unset HF_TOKEN; export OMP_NUM_THREADS=7 WORDS=http://me:word@proxy",
+        f'exec taskset -c {first} {bench.lab.shared}/quick_python "$@"',
+    )
+    wrapper.write_text("\n".join(lines) + "\n")
+    wrapper.chmod(0o755)
+    env = {"HF_TOKEN": "hf_secret", "WORDS": "a b=c"}
+    attempt = bench.start(bench.plan("wait.py", "4", nproc=2, real=False, env=env, python={"node02": str(wrapper)}))
+    assert attempt.outcome(20) == Outcome("done", None)
+    told = [
+        (event["node"], event["rank"], event["what"], event["planned"], event["actual"])
+        for event in attempt.watcher.events
+        if event["kind"] == "placement-differs"
+    ]
+    variables = {
+        (rank, *what)
+        for rank in (2, 3)
+        for what in (("HF_TOKEN", "***", "not set"), ("OMP_NUM_THREADS", "1", "7"), ("WORDS", "a b=c", "***"))
+    }
+    elsewhere = ranges(attempt.plan.nodes[1].ranks[1].cpus)
+    assert sorted(told) == sorted(("node02", *one) for one in {*variables, (3, "CPUs", elsewhere, str(first))})
+    assert sorted(event["kind"] for event in attempt.events()).count("placement-differs") == len(told)
+    written = "".join(path.read_text() for path in Path(attempt.plan.run_dir).rglob("*") if path.is_file())
+    assert "hf_secret" not in written and "me:word" not in written
+    run = find_run(bench.fleet, bench.cluster, attempt.plan.run_id)
+    assert run.placement == "2 of 4 ranks read back are as planned; ranks 2, 3 differ"
+
+
+def test_without_affinity_the_ranks_may_run_everywhere(bench: Bench) -> None:
+    attempt = bench.start(bench.plan("wait.py", "3", nodes=1, nproc=2, real=False, affinity=False))
+    assert attempt.outcome(20) == Outcome("done", None)
+    placement = attempt.agent("node01")["placement"]
+    assert [parse_cpu_list(placement[rank]["cpus"]) for rank in ("0", "1")] == [tuple(sorted(os.sched_getaffinity(0)))] * 2
+    assert [placement[rank]["differs"] for rank in ("0", "1")] == [[], []]
 
 
 def test_ranks_of_one_node_alone_that_leave_one_after_the_other(bench: Bench) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from launch.plan import Code, Job, Plan, Ports, make_plan, plan_json, secrets_of
 from r4090c.errors import UsageError
-from r4090c.model import Cluster, Fact, Node, NodeFacts, RdmaPort
+from r4090c.model import Cluster, Fact, Node, NodeFacts, PciDevice, RdmaPort
 from r4090c.paths import RunPaths
 from tests.launch.facts_of import cluster_of, cpus_of, facts_of, gpu_of, net_of, node_of, rdma_port
 
@@ -131,7 +131,81 @@ def test_omp_threads_are_the_users_when_he_sets_them() -> None:
     plan = planned(*gpu_nodes(), replace(TINY, env={"OMP_NUM_THREADS": "3"}))
     assert plan.nodes[0].env["OMP_NUM_THREADS"].value == "3"
     assert all("OMP_NUM_THREADS" not in rank.env for rank in plan.nodes[0].ranks)
-    assert {rank.env["OMP_NUM_THREADS"].value for rank in planned(*gpu_nodes(), TINY).nodes[0].ranks} == {"4"}
+    # Four cores a rank: one for NCCL's proxy, one for a data worker.
+    assert {rank.env["OMP_NUM_THREADS"].value for rank in planned(*gpu_nodes(), TINY).nodes[0].ranks} == {"2"}
+
+
+def test_data_workers_have_a_share_of_the_cores_and_are_the_users_when_he_sets_them() -> None:
+    rank = planned(*gpu_nodes(), TINY).nodes[0].ranks[0]
+    assert rank.env["R4090C_DATA_WORKERS"].value == "1"
+    assert rank.env["OMP_NUM_THREADS"].reason == "2 of 4 physical cores of this rank: 1 for data workers, 1 left to NCCL's proxy"
+    own = planned(*gpu_nodes(), replace(TINY, env={"R4090C_DATA_WORKERS": "6"})).nodes[0]
+    assert own.env["R4090C_DATA_WORKERS"].origin == "--env"
+    assert all("R4090C_DATA_WORKERS" not in rank.env for rank in own.ranks)
+    assert planned(*cpu_nodes(), TINY).nodes[0].ranks[0].env["R4090C_DATA_WORKERS"].value == "0"
+
+
+# ------------------------------------------------------------------------------------------ GPUs and their neighbourhood
+
+
+def alternating() -> tuple[Cluster, dict[str, NodeFacts]]:
+    """The machines of gpu_nodes, as a board wires them that gives every other slot to the second socket."""
+    cluster, facts = gpu_nodes()
+    devices = tuple(
+        PciDevice(gpu.pci, "gpu", "10de", 16, 16, 16.0, 16.0, place % 2, (f"0000:{gpu.pci[5:6]}0:01.1",))
+        for place, gpu in enumerate(facts["node01"].gpus.value or ())
+    )
+    nic = PciDevice("0000:42:00.0", "nic", "15b3", 16, 16, 16.0, 16.0, 1, ("0000:40:03.1",), hcas=("mlx5_0",))
+    return cluster, {name: replace(fact, pci=Fact((*devices, nic))) for name, fact in facts.items()}
+
+
+def test_ranks_follow_the_ring_and_their_cpus_follow_the_gpus() -> None:
+    for node in planned(*alternating(), TINY).nodes:
+        var = node.env["CUDA_VISIBLE_DEVICES"]
+        assert (var.value, var.origin) == ("0,2,4,6,1,3,5,7", "computed")
+        assert var.reason == "rank k drives the k-th: neighbours are 6 NODE, 2 SYS; in PCI order 8 SYS"
+        assert [rank.memory_node for rank in node.ranks] == [0, 0, 0, 0, 1, 1, 1, 1]  # sysfs' word, not the driver's
+        assert all((rank.cpus[0] < 16) == (rank.memory_node == 0) for rank in node.ranks)
+        assert node.ranks[0].reason == "part 1 of 4 of NUMA 0 of its GPU, NIC interrupts belong on NUMA 1"
+
+
+def test_fewer_ranks_take_gpus_of_one_socket() -> None:
+    node = planned(*alternating(), replace(TINY, nproc=4)).nodes[0]
+    assert node.env["CUDA_VISIBLE_DEVICES"].value == "0,2,4,6"
+    assert [rank.memory_node for rank in node.ranks] == [0, 0, 0, 0]
+
+
+def test_only_gpus_that_the_inventory_states_are_driven() -> None:
+    cluster, facts = alternating()
+    nodes = tuple(replace(node, gpus=4) for node in cluster.nodes)
+    assert planned(cluster, facts, TINY, nodes=nodes).nodes[0].env["CUDA_VISIBLE_DEVICES"].value == "0,2,1,3"
+
+
+@pytest.mark.parametrize(
+    ("env", "memory_nodes"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, [0, 1, 0, 1, 0, 1, 0, 1]),
+        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [0, 1, 0, 1, 0, 1, 0, 1]),
+        ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, [None] * 8),
+    ],
+)
+def test_what_the_user_says_of_devices_is_left_alone(env: dict[str, str], memory_nodes: list[int | None]) -> None:
+    node = planned(*alternating(), replace(TINY, env=env)).nodes[0]
+    assert {name: var.value for name, var in node.env.items() if name in env} == env
+    assert "CUDA_VISIBLE_DEVICES" not in node.env or node.env["CUDA_VISIBLE_DEVICES"].origin == "--env"
+    assert [rank.memory_node for rank in node.ranks] == memory_nodes
+
+
+def test_a_box_whose_pci_order_is_as_good_is_left_alone() -> None:
+    assert "CUDA_VISIBLE_DEVICES" not in planned(*gpu_nodes(), TINY).nodes[0].env
+
+
+def test_without_affinity_nobody_is_bound_and_the_cores_are_shared_in_number() -> None:
+    plan = planned(*alternating(), replace(TINY, affinity=False))
+    for node in plan.nodes:
+        assert "CUDA_VISIBLE_DEVICES" not in node.env
+        assert {(rank.cpus, rank.memory_node, rank.reason) for rank in node.ranks} == {((), None, "not bound: --no-affinity")}
+        assert {rank.env["OMP_NUM_THREADS"].value for rank in node.ranks} == {"2"}
 
 
 def test_a_script_of_the_users_own_runs_in_its_folder_and_finds_its_modules() -> None:

@@ -52,6 +52,18 @@ def test_the_rank_becomes_the_script_bound_and_recorded(tmp_path: Path) -> None:
     assert agent.stat_of(os.getpid()).start < record["start"]  # type: ignore[union-attr]
 
 
+def test_cpus_and_memory_are_bound_without_numactl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # neither numactl nor taskset nor anything else
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cpu = max(os.sched_getaffinity(0))
+    tell = "import os; print(os.sched_getaffinity(0), open('/proc/self/numa_maps').readline().split()[1])"
+    assert run_rank(tmp_path, sys.executable, "-c", tell, cpus=[cpu], memory_node=0).returncode == 0
+    if "Operation not permitted" in log(tmp_path) or "No such file" in log(tmp_path):
+        pytest.skip("no memory policies here: a container's filter, or a kernel without NUMA")
+    assert log(tmp_path) == f"{{{cpu}}} prefer:0\n"
+
+
 def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:
     assert run_rank(tmp_path, sys.executable, "-c", "import sys; sys.exit(41)").returncode == 41
 

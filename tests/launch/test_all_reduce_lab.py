@@ -1,0 +1,89 @@
+"""Predicted against measured all_reduce: gloo between real nodes over shaped links, from the link's rate alone, within 15 %.
+
+Two predictions: from the rate the links are shaped to, as `plan` has it of cluster.yaml, and from what a TCP stream of iperf3
+gets. Neither knows any all_reduce.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+import pytest
+
+from launch.perf import all_reduce_s
+from launch.site import Site, between_nodes
+from r4090c.errors import Exit
+from tests.lab import Lab
+from tests.test_preflight import r4090c
+
+pytestmark = [pytest.mark.lab, pytest.mark.train, pytest.mark.slow]
+
+WITHIN = 0.15
+RUNS = 3
+"""At most: what else runs on the machine makes a measurement slower, never faster, so the fastest of each size counts."""
+LARGEST = {"100mbit": "16M", "400mbit": "32M", "1gbit": "64M"}
+"""The largest message, the smallest has 4 MiB: a second or two each."""
+
+
+def measured_s(lab: Lab, nodes: list[str], largest: str) -> dict[int, float]:
+    """Return seconds of an all_reduce by its size in bytes, one rank a node."""
+    words = ("bench", "collectives", "--op", "all_reduce", "--backend", "gloo", "--nodes", ",".join(nodes))
+    sizes = ("--min-bytes", "4M", "--max-bytes", largest, "--json")
+    done = r4090c("--cluster", str(lab.cluster_file), *words, *sizes, timeout=240)
+    assert done.returncode == Exit.OK, done.stderr
+    (result,) = json.loads(done.stdout)["results"]
+    assert result["ranks"] == len(nodes) and all(row["wrong"] == 0 for row in result["rows"])
+    return {row["bytes"]: row["time_us"] / 1e6 for row in result["rows"]}
+
+
+def stream_gbit_s(lab: Lab, sender: str, receiver: str) -> float:
+    """Return what one TCP stream of iperf3 gets from `sender` to `receiver`."""
+    server = subprocess.Popen(lab.exec_argv(receiver, "iperf3", "-s", "-1", "-p", "5299"), stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(50):
+            done = lab.exec(sender, "iperf3", "-c", lab.address(receiver), "-p", "5299", "-t", "3", "-O", "1", "-J")
+            if done.returncode == 0:
+                break
+        return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]) / 1e9
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def site(nodes: list[str], rate_gbit_s: float, measured_gbyte_s: float | None) -> Site:
+    """Return the site of one rank a node on these links."""
+    link = between_nodes("tcp", rate_gbit_s, measured_gbyte_s)
+    return Site("lab", tuple(nodes), 1, None, link, None, None, None, "the lab")
+
+
+def errors(measured: Mapping[int, float], where: Site) -> dict[int, float]:
+    """Return predicted / measured - 1 by size."""
+    found = {size: (all_reduce_s(size, where), seconds) for size, seconds in measured.items()}
+    return {size: predicted / seconds - 1 for size, (predicted, seconds) in found.items() if predicted is not None}
+
+
+@pytest.mark.parametrize(("rate", "count"), [("100mbit", 4), ("400mbit", 2), ("1gbit", 2)])
+def test_predicted_all_reduce_is_within_15_per_cent(mended_lab4: Lab, rate: str, count: int) -> None:
+    nodes = list(mended_lab4.nodes)[:count]
+    for name in nodes:
+        mended_lab4.shape(name, rate)
+    gbit_s = {"100mbit": 0.1, "400mbit": 0.4, "1gbit": 1.0}[rate]
+    sites = {"from the rate": site(nodes, gbit_s, None)}
+    if shutil.which("iperf3"):
+        sites["from iperf3"] = site(nodes, gbit_s, stream_gbit_s(mended_lab4, *nodes[:2]) / 8)
+    fastest: dict[int, float] = {}
+    for _ in range(RUNS):
+        fastest = {
+            size: min(seconds, fastest.get(size, seconds))
+            for size, seconds in measured_s(mended_lab4, nodes, LARGEST[rate]).items()
+        }
+        off = {how: errors(fastest, where) for how, where in sites.items()}
+        if all(abs(error) <= WITHIN for each in off.values() for error in each.values()):
+            break
+    print(rate, count, {how: {size >> 20: f"{error:+.1%}" for size, error in each.items()} for how, each in off.items()})
+    assert min(fastest) == 4 << 20 and len(fastest) >= 3
+    for how, each in off.items():
+        assert {size: error for size, error in each.items() if abs(error) > WITHIN} == {}, how
