@@ -11,7 +11,7 @@ from typing import Any
 from launch.memory import Fit, fit, largest_micro_batch
 from launch.perf import Prediction, pointless, predict
 from launch.site import Site
-from launch.training import METHODS, Training, training_of
+from launch.training import METHODS, MOST_BATCH, Training, divisors, training_of
 from r4090c.errors import UsageError
 
 LOSS_CHUNK_TOKENS = 1024
@@ -61,6 +61,13 @@ def alternatives(
         if found is not None and found.training != training:
             kinds.setdefault(_kind(found.training), []).append(found)
     return tuple(sorted(map(_plainest, kinds.values()), key=lambda one: -_rate(one.prediction)))
+
+
+def smaller_batch(
+    recipe: Mapping[str, Any], training: Training, site: Site, ds_configs: Mapping[str, Mapping[str, Any]]
+) -> Alternative | None:
+    """Return the recipe with the largest micro-batch that fits, its global batch kept; None when not even 1 fits."""
+    return _fitting(recipe, {}, training, site, ds_configs)
 
 
 def worth_showing(
@@ -137,7 +144,7 @@ def _fitting(
         if largest is None:
             return None
         batch = training.micro_batch * training.accumulation
-        micro = largest_divisor(batch, largest)
+        micro = largest_divisor(batch, min(largest, MOST_BATCH))
         own = {"micro_batch": micro, "gradient_accumulation": batch // micro}
         changed = {**changed, **{key: value for key, value in own.items() if value != recipe[key]}}
         one = training_of(_with(recipe, changed), ds_configs[name], on_gpu=on_gpu)
@@ -157,7 +164,7 @@ def _fitting(
 
 def largest_divisor(number: int, limit: int) -> int:
     """Return the largest divisor of `number` that is not above `limit`, both at least 1."""
-    return next(size for size in range(min(number, limit), 0, -1) if number % size == 0)
+    return max(size for size in divisors(number) if size <= limit)
 
 
 def _changes(now: Training, then: Training) -> Iterator[str]:

@@ -86,6 +86,12 @@ OLD = {
     "NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
 }
 """Old name -> the one of today, "" where there is none (NCCL's manual; torch 2.2 moved its own to TORCH_NCCL_)."""
+OURS = ("R4090C_RUN", "R4090C_NODE", "R4090C_LOCAL", "R4090C_RUN_DIR")
+OF_EACH_RANK = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", *OURS),
+)
+"""Variables that torchrun (its manual, "Environment Variables") and our agent set, whatever they were."""
 ALIKE = (
     *("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_CROSS_NIC"),
     *("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_IB_TC", "NCCL_IB_SL"),
@@ -519,6 +525,11 @@ def _old(scene: Scene) -> Doubts:
         yield name, f"an old name, {OLD[name]} today" if OLD[name] else "no NCCL of these years reads it"
 
 
+def _not_taken(scene: Scene) -> Doubts:
+    for name, _ in scene.stated(*OF_EACH_RANK):
+        yield name, "torchrun sets it for every rank" if name not in OURS else "r4090c sets it for every run"
+
+
 def _misspelt(scene: Scene) -> Doubts:
     for name, _ in scene.stated(*(name for name in scene.env if name.upper().startswith(("NCCL_", "NCLL_", "NNCL_")))):
         if name in MANUAL or name in INTERNAL or name in OLD:
@@ -635,6 +646,7 @@ RULES: tuple[Rule, ...] = (
     Rule("launch-blocking", "it is for debugging: training is much slower", "leave it out", _blocking),
     Rule("omp-threads", "threads that share a core wait for each other", "leave it out: the cores of each rank", _omp),
     Rule("old-name", "newer versions take another name and may ignore this one", "the new name", _old),
+    Rule("not-taken", "what is stated here is never used", "leave it out", _not_taken),
     Rule("misspelt", "NCCL ignores what it does not know", "the name in its manual", _misspelt),
     Rule("debug-level", "a log nobody can read, or none", "WARN; INFO to see what NCCL chooses", _log_level),
     Rule("debug-file", "ranks overwrite each other's log (NCCL's manual)", "a path with %h and %p", _log_file),

@@ -128,6 +128,7 @@ def memory_json(told: Fit) -> dict[str, Any]:
         "host_total_gib": told.memory.host_total_gib,
         "host_available_gib": told.host_room_gib,
         "arithmetic": dict(told.memory.arithmetic),
+        "host_arithmetic": dict(told.memory.host_arithmetic),
     }
 
 

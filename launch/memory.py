@@ -22,7 +22,7 @@ from launch.site import Site
 from launch.training import Training
 
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buckets", "workspace", "context", "margin")
-HOST_PARTS = ("context", "weights", "gradients", "optimizer", "buckets", "loading", "margin")
+HOST_PARTS = ("processes", "weights", "gradients", "optimizer", "buckets", "loading", "margin")
 COME_AND_GO = ("gradients", "activations", "logits", "buckets", "workspace")
 GIB = 2**30
 
@@ -456,7 +456,7 @@ def _host_terms(training: Training, world: int, ranks: int, rank: Terms, on_gpu:
         return {part: [_known(lambda: f"of {ranks} ranks", ranks * _sum(terms))] if terms else [] for part, terms in rank.items()}
     count, size, parameters = training.trainable_parameters, training.parameter_bytes, training.shape.parameters
     terms: Terms = {part: [] for part in HOST_PARTS}
-    terms["context"] = [_known(lambda: f"for {ranks} processes with CUDA", ranks * CUDA_PROCESS_GIB * GIB)]
+    terms["processes"] = [_known(lambda: f"for {ranks} processes with CUDA", ranks * CUDA_PROCESS_GIB * GIB)]
     share = f" of {ranks} of {world} ranks"
     pinned: list[float] = []
     if _optimizer_offloaded(training, on_gpu):

@@ -18,7 +18,7 @@ from launch.compute import TORCH, Kernels, MicroStep, micro_step, necessary_flop
 from launch.memory import fit, largest_micro_batch
 from launch.shape import Transformer
 from launch.site import Link, Site, between_nodes
-from launch.training import Training
+from launch.training import MOST_BATCH, Training, divisors
 
 BETWEEN, INSIDE, HOST = "between nodes", "inside a node", "host"
 UNKNOWN_LINK = "the speed of a link is not known: r4090c preflight --full measures it"
@@ -469,8 +469,8 @@ def _help(change: str, sets: tuple[str, ...], now: Prediction, then: Prediction)
 
 def _changes(training: Training, largest: int) -> Iterator[tuple[str, tuple[str, ...], Training]]:
     """Yield (what to change, its --set words, the training then); `largest`: micro-batch that fits."""
-    for factor in range(2, min(training.accumulation, largest // training.micro_batch) + 1):
-        if training.accumulation % factor == 0:
+    for factor in divisors(training.accumulation):
+        if 1 < factor <= min(largest, MOST_BATCH) // training.micro_batch:
             micro, often = training.micro_batch * factor, training.accumulation // factor
             sets = (f"micro_batch={micro}", f"gradient_accumulation={often}")
             yield f"micro-batch {micro} (same global batch)", sets, replace(training, micro_batch=micro, accumulation=often)
@@ -479,7 +479,7 @@ def _changes(training: Training, largest: int) -> Iterator[tuple[str, tuple[str,
         yield "no activation checkpointing", ("activation_checkpointing=false",), then
     if not training.overlap_comm and training.stage < 3:
         then = replace(training, overlap_comm=True)
-        yield "overlap_comm (a DeepSpeed with the fixes of #7805, #7965, #8080)", (), then
+        yield "overlap_comm in a DeepSpeed JSON of your own (--set ds_config=/FILE; a version with #7805, #7965, #8080)", (), then
     if training.stage == 2 and not training.offload_optimizer:
         yield "ZeRO-1: gradients travel once a step", ("ds_config=zero1.json",), replace(training, stage=1)
     if training.stage == 3:

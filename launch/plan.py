@@ -171,7 +171,10 @@ def make_plan(
     if len(set(counts)) > 1:
         told = ", ".join(f"{node.name}: {count}" for node, count in zip(nodes, counts, strict=True))
         raise UsageError(
-            "ranks per node", f"they differ ({told})", "the same number on every node", f"--nproc-per-node {min(counts)}"
+            "ranks per node",
+            f"they differ ({told})",
+            f"the same number on every node: --nproc-per-node {min(counts)}",
+            "r4090c nodes",
         )
     nproc = counts[0]
     own_code = job.script.partition("/")[0] == USER_FOLDER
@@ -181,7 +184,9 @@ def make_plan(
         env["PYTHONPATH"] = _python_path(root, env.get("PYTHONPATH"))
         env["R4090C_RUN_DIR"] = Var(str(run.root), "where a script may write")
         # The option --shutdown-timeout is too young for the oldest torch we take; that one ignores the variable.
-        env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", Var(str(SHUTDOWN_TIMEOUT_S), "torchrun waits 30 s for other ranks else"))
+        env.setdefault(
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", Var(str(SHUTDOWN_TIMEOUT_S), "otherwise torchrun waits 30 s for the other ranks")
+        )
         topology = node_topology(facts[node.name])
         order = _gpu_order(node, topology, env, nproc) if job.affinity else None
         if order is not None:

@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from launch.alternatives import Alternative, alternatives, merged_sets, worth_showing
+from launch.alternatives import Alternative, alternatives, merged_sets, smaller_batch, worth_showing
 from launch.forecast import Forecast, forecast
 from launch.recipe import ds_config_names, load_ds_config
 from launch.site import Site
 from launch.training import training_of
+from r4090c.errors import UsageError
 
 
 def foresee(recipe: Mapping[str, Any], site: Site) -> Forecast:
     """Return the forecast of a resolved recipe on `site`. Raises UsageError for what cannot be planned."""
-    return forecast(training_of(recipe, load_ds_config(recipe), on_gpu=site.card is not None), site)
+    try:
+        training = training_of(recipe, load_ds_config(recipe), on_gpu=site.card is not None)
+    except UsageError as error:
+        culprit = f"recipe {recipe['name']}: {error.culprit}"
+        raise UsageError(culprit, error.observed, error.expected, error.next_command) from None
+    found = forecast(training, site)
+    longest = recipe["model"]["config"].get("max_position_embeddings")
+    if isinstance(longest, int) and training.sequence_length > longest:
+        told = f"sequences of {training.sequence_length} tokens, and the model was made for {longest} (max_position_embeddings)"
+        found = replace(found, warnings=(told, *found.warnings))
+    return found
 
 
 def other_ways(recipe: Mapping[str, Any], one: Forecast) -> tuple[Alternative, ...]:
     """Return what else fits, the fastest first; of a run that is worth it only what is clearly faster."""
-    if one.site.card is None:
-        return ()  # ranks on CPUs: nobody chooses a method for their memory
-    configs = {name: load_ds_config({"ds_config": name}) for name in (recipe["ds_config"], *ds_config_names())}
+    own = {recipe["ds_config"]: load_ds_config(recipe)}
+    if one.site.card is None:  # nobody chooses a method for the memory of ranks on CPUs
+        smaller = None if one.worth_it else smaller_batch(recipe, one.training, one.site, own)
+        return () if smaller is None else (smaller,)
+    configs = own | {name: load_ds_config({"ds_config": name}) for name in ds_config_names()}
     found = alternatives(recipe, one.training, one.site, configs)
     return worth_showing(found, one.prediction if one.worth_it else None)
 

@@ -99,7 +99,7 @@ def load_recipe(target: str, sets: Sequence[str] = (), base: dict[str, Any] | No
             f"recipe {target}",
             f"there is none{hint}",
             f"one of {', '.join(recipe_names())}, a .yaml file, or a .py script",
-            "r4090c launch --help",
+            "r4090c recipes",
         )
     try:
         recipe = copy.deepcopy(base) if base is not None else yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -117,24 +117,31 @@ def load_recipe(target: str, sets: Sequence[str] = (), base: dict[str, Any] | No
             _set(recipe, text)
         except UsageError as error:
             errors.append(error)
-    errors += _mistakes(recipe, str(path))
+    errors += [_blamed(error, str(path), sets) for error in _mistakes(recipe, str(path))]
     if errors:
         raise errors[0] if len(errors) == 1 else InputErrors(errors)
     return recipe
 
 
-def untrainable(recipe: Mapping[str, Any]) -> UsageError | None:
-    """Return what this version can plan but not train, None when train/ runs the recipe."""
+def untrainable(recipe: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what this version can plan but not train, like "method qlora (only full)"; nothing when train/ runs the recipe."""
+    found = []
     for path, allowed in TRAINABLE.items():
         value: Any = recipe
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
-        if value in allowed or (path == "ds_config" and str(value).startswith("/")):
-            continue
-        told = ", ".join("null" if one is None else str(one) for one in allowed)
-        name = recipe["name"]
-        return UsageError(f"recipe {name}", f"{path} {value} can be planned, not yet trained", told, f"r4090c plan {name}")
-    return None
+        if value not in allowed and not (path == "ds_config" and str(value).startswith("/")):
+            told = [str(yaml.safe_dump(one)).removesuffix("\n...\n") for one in (value, *allowed)]
+            found.append(f"{path} {told[0]} (only {' or '.join(told[1:])})")
+    return tuple(found)
+
+
+def require_trainable(recipe: Mapping[str, Any]) -> None:
+    """Raise UsageError naming all of a recipe that this version can plan but not train."""
+    found = untrainable(recipe)
+    if found:
+        observed = f"this version plans it, but does not train: {'; '.join(found)}"
+        raise UsageError(f"recipe {recipe['name']}", observed, "a recipe that trains", "r4090c recipes")
 
 
 def load_ds_config(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,6 +154,13 @@ def load_ds_config(recipe: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"ds_config {path}", f"holds a {type(found).__name__}", "an object of DeepSpeed's keys")
     return found
+
+
+def _blamed(error: UsageError, source: str, sets: Sequence[str]) -> UsageError:
+    """Return the error with the `--set` that brought the value as its culprit, where one did."""
+    key = error.culprit.removeprefix(f"{source}: ")
+    guilty = [text for text in sets if text.partition("=")[0] == key]
+    return UsageError(f"--set {guilty[-1]}", error.observed, error.expected, error.next_command) if guilty else error
 
 
 def _mistakes(recipe: Mapping[str, Any], source: str) -> list[UsageError]:

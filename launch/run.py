@@ -17,7 +17,7 @@ from launch.jobs import Run, find_run, list_runs
 from launch.measured import Known, remembered
 from launch.plan import Code, Job, Plan, Ports, make_plan
 from launch.planning import command_of, foresee, other_ways
-from launch.recipe import is_script, load_recipe, untrainable
+from launch.recipe import is_script, load_recipe, require_trainable, untrainable
 from launch.site import Measured, Site, between_nodes, site_of
 from launch.supervise import Supervisor
 from launch.sync import digest_of, our_files, sync, user_files
@@ -220,6 +220,9 @@ def dry_plan(fleet: Fleet, cluster: Cluster, wish: Wish) -> tuple[Plan, Forecast
         gate(findings)
     plan, site = paper_plan(cluster, prepared, facts, what_is_known(cluster, prepared.nodes, facts))
     plan, foreseen = _foreseen(plan, prepared, site)
+    blocked = untrainable(prepared.recipe) if prepared.recipe is not None else ()
+    if blocked:
+        plan = replace(plan, warnings=(*plan.warnings, f"launch refuses it: this version does not train {'; '.join(blocked)}"))
     return plan, foreseen, refuse(wish, prepared.recipe, foreseen)
 
 
@@ -248,11 +251,14 @@ def _plan(
         port_tests=known.port_tests,
     )
     ranks = plan.world_size // len(plan.nodes)
-    site = site_of(cluster, prepared.nodes, facts, ranks, known.measured, known.p2p)
+    p2p_off = {node.name for node in plan.nodes if "NCCL_P2P_DISABLE" in node.env and node.env["NCCL_P2P_DISABLE"].value != "0"}
+    used = {name: proof for name, proof in known.p2p.items() if name not in p2p_off}  # what people set goes before any proof
+    site = site_of(cluster, prepared.nodes, facts, ranks, known.measured, used)
     ib_off = plan.nodes[0].env.get("NCCL_IB_DISABLE")
     if site.between is not None and cluster.network.rdma and ib_off is not None and ib_off.value == "1":
         # RDMA is stated and cannot be used: the run goes over sockets, whatever was measured over RDMA before.
-        site = replace(site, between=between_nodes("tcp", site.between.rate_gbit_s))
+        sockets = between_nodes("tcp", site.between.rate_gbit_s)
+        site = replace(site, between=replace(sockets, origin=f"{sockets.origin}; {ib_off.reason}"))
     return plan, site
 
 
@@ -318,9 +324,8 @@ def start(
     Facts are gathered and the code is synced at the same time; the gate judges before any rank starts.
     """
     prepared = prepare(fleet, cluster, wish)
-    refused = untrainable(prepared.recipe) if prepared.recipe is not None else None
-    if refused is not None:
-        raise refused
+    if prepared.recipe is not None:
+        require_trainable(prepared.recipe)
     names = [node.name for node in prepared.nodes]
     synced: list[tuple[Code, Ports] | BaseException] = []
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from launch.shape import MOST, RESNET_IMAGE, Shape, Transformer, shape_of, shown
@@ -13,6 +15,8 @@ METHODS = ("full", "lora", "int8", "qlora")
 """All weights; adapters beside weights of 16 bits, of 8 (LLM.int8), of 4 (nf4 with double quantization)."""
 OPTIMIZERS = ("adamw", "adamw8bit")
 PRECISIONS = ("bf16", "fp16", "fp32")
+MOST_BATCH = 10**6
+"""est.: sequences or images a rank takes at once, and micro-steps of a step: more than anybody ever took."""
 NOT_PLANNED: Mapping[str, Any] = {
     "cpu_offload": False,  # old names of offload_optimizer and offload_param, which DeepSpeed still takes
     "cpu_offload_param": False,
@@ -115,8 +119,8 @@ def training_of(recipe: Mapping[str, Any], ds_config: Mapping[str, Any], *, on_g
         stage=stage,
         offload_optimizer=_offloaded(zero, "offload_optimizer") and stage >= 1,
         offload_parameters=_offloaded(zero, "offload_param") and stage == 3,
-        micro_batch=_whole("micro_batch", recipe["micro_batch"]),
-        accumulation=_whole("gradient_accumulation", recipe["gradient_accumulation"]),
+        micro_batch=_whole("micro_batch", recipe["micro_batch"], most=MOST_BATCH),
+        accumulation=_whole("gradient_accumulation", recipe["gradient_accumulation"], most=MOST_BATCH),
         sequence_length=_whole("data.sequence_length", data.get("sequence_length")) if language else 1,
         precision=_one_of("precision", precision, PRECISIONS),
         optimizer=_one_of("optimizer.name", recipe["optimizer"].get("name"), OPTIMIZERS),
@@ -126,6 +130,13 @@ def training_of(recipe: Mapping[str, Any], ds_config: Mapping[str, Any], *, on_g
         allgather_bucket_elements=_bucket(zero, "allgather_bucket_size"),
         overlap_comm=_overlaps(zero, stage),
     )
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number of at least 1, in their order; a second at most for MOST_BATCH squared."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))
 
 
 def _adapters(recipe: Mapping[str, Any], shape: Shape) -> tuple[int, tuple[str, ...]]:
@@ -174,7 +185,7 @@ def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def _whole(key: str, value: object, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-        raise UsageError(key, "missing" if value is None else shown(value), f"a whole number from {least} to {MOST:g}")
+def _whole(key: str, value: object, least: int = 1, most: int = MOST) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UsageError(key, "missing" if value is None else shown(value), f"a whole number from {least} to {most:g}")
     return value

@@ -270,7 +270,7 @@ def _on_common_rails(ends: Sequence[_End]) -> tuple[list[_End], tuple[str, ...]]
     """Return `ends` with the ports of the rails that all nodes have, and the rails when there are several.
 
     A rail is an IP subnet (RoCE) or a subnet prefix (InfiniBand). NCCL connects the k-th port of one node with the k-th of
-    another: a port whose rail another node lacks waits for ever (NCCL issue 2428), and so do rails in another order. One rail
+    another: a port whose rail another node lacks waits for ever, and so do rails in another order. One rail
     stays in that case: that of the data interface, else the first common one.
     """
     rails = {end.node.name: tuple(_rail(port, end.net) for port in _in_order(end.ports)) for end in ends}

@@ -103,6 +103,13 @@ def test_what_only_one_rank_has_is_a_comment() -> None:
     ]
 
 
+@pytest.mark.parametrize("value", ["a\nb", "\x1b[31mred\x1b[0m it's \\n", "ü\u2028\u0085", "\t'\\'"])
+def test_what_a_terminal_might_take_for_orders_is_spelt_out(value: str) -> None:
+    (line,) = _lines({"ODD": Var(value, "x")}, True)
+    assert line.isprintable()
+    assert exported(line)["ODD"] == value
+
+
 def test_json_is_one_document(bundle: Path, tmp_path: Path) -> None:
     _, output, _ = run("env", "--from", str(bundle), "--node", "near", "--json", state=tmp_path)
     assert {*json.loads(output)["own"]} == {"near"}

@@ -23,7 +23,7 @@ from netcheck.bundle import save_bundle
 from netcheck.gather import gather
 from netcheck.raw import Raw
 from r4090c.model import Cluster, Network
-from tests.cli import environment, run
+from tests.cli import PROGRAM, environment, run, start
 from tests.facts.local import LocalShell
 from tests.facts.samples import cluster_of
 from tests.lab import Lab
@@ -141,7 +141,7 @@ def test_usage(words: tuple[str, ...], told: str, tmp_path: Path) -> None:
 
 def test_ranks_on_cpus_without_a_word_about_memory_cannot_be_told(tmp_path: Path) -> None:
     code, output, errors = run("plan", "tiny", "--assume", "2x1xcpu@10gbe", state=tmp_path)
-    assert (code, output) == (3, "") and ",ram=" in errors
+    assert (code, output) == (3, "") and "next:     r4090c plan tiny --assume 2x1xcpu@10gbe,ram=64gib\n" in errors
     assert run("plan", "tiny", "--assume", "2x1xcpu@10gbe,ram=16", state=tmp_path)[0] == 0
 
 
@@ -316,6 +316,35 @@ def test_the_screen_fits_the_terminal(columns: int, words: tuple[str, ...], tmp_
     assert len(lines) <= (60 if columns == 120 else 90)
     for heading in ("memory a GPU", "measured and assumed") + (() if words else ("speed:", "traffic of a step", "scaling")):
         assert any(line.startswith(heading) for line in lines), heading
+
+
+def test_numbers_stay_whole_on_a_narrow_terminal(tmp_path: Path) -> None:
+    """Words fold, headings and figures do not: half a number is a wrong one. 13B's adapters: 62.6e6 parameters."""
+    _, text = on_terminal("plan", "llama13b", *ROCE, columns=60, state=tmp_path)
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert any(line.endswith("GB a rank  times  seconds  hidden") for line in lines)
+    (gradients,) = [line.split() for line in lines if line.startswith("  gradients ")]
+    assert gradients[-4:-2] == ["0.235", "2"]  # 2 × 15/16 × 62.6e6 × 2 bytes = 0.235 GB
+    assert max(len(line) for line in lines if "speed" not in line) <= 60
+
+
+@pytest.mark.parametrize(("sets", "code"), [((), 0), (("--set", "method=full"), 1)])
+def test_a_reader_that_goes_away_changes_no_verdict(sets: tuple[str, ...], code: int, tmp_path: Path) -> None:
+    process = start("plan", "llama13b", *ROCE, *sets, state=tmp_path)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == code
+    assert ("does not fit" in errors) is bool(code) and "bug" not in errors
+
+
+def test_a_terminal_that_knows_no_times_sign(tmp_path: Path) -> None:
+    words = [*PROGRAM, "plan", "llama13b", *ROCE, "--set", "method=full"]
+    env = {**environment(tmp_path), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, capture_output=True, env=env, cwd=tmp_path, timeout=60)
+    assert done.returncode == 1 and b"bug" not in done.stderr
+    assert b"13.02e9 parameters ? 2 bytes = 26.0 GB" in done.stdout
 
 
 if __name__ == "__main__":

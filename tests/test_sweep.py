@@ -240,7 +240,8 @@ def test_arms_come_one_after_the_other_and_end_with_the_first_failure() -> None:
 def test_p2p_reaches_as_far_as_somebody_stated_else_everywhere() -> None:
     """By itself NCCL keeps P2P below one switch: GPUs of two host bridges would be tested without it."""
     granted = {"*": {**NO_TESTS, "gpu_p2p": {"cells": {"0-1": "OK", "1-0": "OK"}}}}
-    wish = setting(facts=granted, cluster={"env": {"NCCL_P2P_LEVEL": "PHB"}})
+    wish = setting(facts=granted)
+    wish = replace(wish, cluster=replace(wish.cluster, env={"NCCL_P2P_LEVEL": "PHB"}))
     (off,) = p2p.plan(wish, [])
     (on,) = p2p.plan(wish, [[answer(job) for job in off]])
     assert {job.parts[0].steps[0].env["NCCL_P2P_LEVEL"] for job in on} == {"PHB"}

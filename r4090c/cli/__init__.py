@@ -40,6 +40,7 @@ COMMANDS: dict[str, str] = {
     "plan": "say what a recipe needs, whether it fits, how fast it should be",
     "preflight": "say whether the nodes are fit, and if not what mends them",
     "provision": "make the nodes fit",
+    "recipes": "list the recipes, or print one",
     "schema": "print the JSON Schema of cluster.yaml",
     "stop": "stop a run on every node",
     "topology": "show how the nodes are built and who is near whom",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -76,8 +77,9 @@ def pasteable(text: str) -> str:
 
 
 def tell_error(error: R4090cError) -> None:
-    """Print an error on stderr the way all commands do."""
-    click.echo(f"{styled('error:', fg='red', bold=True)} {pasteable(str(error))}", err=True)
+    """Print an error on stderr the way all commands do; a reader that went away does not change the exit code."""
+    with contextlib.suppress(BrokenPipeError):
+        click.echo(f"{styled('error:', fg='red', bold=True)} {pasteable(str(error))}", err=True)
 
 
 def on_stdout(say: Callable[[], None], otherwise: str) -> Exit:
@@ -122,9 +124,11 @@ def find_cluster_file(cluster_file: str | None) -> str:
     if cluster_file or (explicit and from_group):
         _given[:] = [str(cluster_file or from_group)]
         return _given[0]
-    if Path("cluster.yaml").exists():
-        return "cluster.yaml"
     from_environment = os.environ.get("R4090C_CLUSTER")
+    if Path("cluster.yaml").exists():
+        if from_environment and Path(from_environment).resolve() != Path("cluster.yaml").resolve():
+            click.echo(f"using ./cluster.yaml; $R4090C_CLUSTER ({from_environment}) is for folders without one", err=True)
+        return "cluster.yaml"
     if from_environment:
         return from_environment
     raise UsageError(

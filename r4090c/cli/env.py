@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -259,7 +260,15 @@ def _lines(env: Mapping[str, Var], explain: bool) -> Iterator[str]:
         if is_secret(name, var.value):
             yield f"# {name}: a secret, not shown{why}"
         else:
-            yield f"export {name}={shlex.quote(var.value)}{why}"
+            yield f"export {name}={_quoted(var.value)}{why}"
+
+
+def _quoted(value: str) -> str:
+    """Return `value` as bash takes it, in one line; what a terminal might take for orders is spelt out ($'\\x1b')."""
+    if value.isprintable():
+        return shlex.quote(value)
+    spelt = (sign if sign.isprintable() else "".join(f"\\x{byte:02x}" for byte in os.fsencode(sign)) for sign in value)
+    return "$'" + "".join("\\" + sign if sign in "\\'" else sign for sign in spelt) + "'"
 
 
 def _rank_lines(ranks: Sequence[Mapping[str, Var]], explain: bool) -> Iterator[str]:

@@ -56,6 +56,20 @@ class Place:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All there is to tell; commands beside what they plan. `elsewhere`: fewer nodes that do as much.
+
+    `untrainable`: what of the recipe this version plans, but does not train.
+    """
+
+    forecast: Forecast
+    place: Place
+    alternatives: Sequence[tuple[Alternative, str]]
+    elsewhere: tuple[Point, str] | None
+    untrainable: tuple[str, ...]
+
+
 @click.command("plan")
 @click.argument("target", metavar="RECIPE")
 @cluster_option
@@ -109,7 +123,7 @@ def command(
     """
     from launch.forecast import fewer_nodes
     from launch.planning import foresee, other_ways
-    from launch.recipe import is_script, load_recipe
+    from launch.recipe import is_script, load_recipe, untrainable
 
     if is_script(target):
         own = "a script of your own: nobody knows what it needs"
@@ -127,9 +141,12 @@ def command(
     one = foresee(recipe, place.site)
     found = [(other, _command(asked, assume, bundle, other.sets)) for other in other_ways(recipe, one)]
     fewer = fewer_nodes(one)
-    elsewhere = None if fewer is None else _command(replace(asked, nodes=_first(one, fewer.nodes, assume)), assume, bundle, ())
-    mend = elsewhere or (found[0][1] if found else "r4090c plan --help")
-    told = on_stdout(lambda: _tell(one, place, found, elsewhere, ranks, as_json), "r4090c plan --help")
+    elsewhere = None
+    if fewer is not None:
+        elsewhere = (fewer, _command(replace(asked, nodes=_first(one, fewer.nodes, assume)), assume, bundle, ()))
+    mend = elsewhere[1] if elsewhere else found[0][1] if found else "r4090c recipes"
+    answer = Answer(one, place, found, elsewhere, untrainable(recipe))
+    told = on_stdout(lambda: _tell(answer, ranks, as_json), "r4090c plan --help")
     return int(told) if one.worth_it else _refused(one, mend)
 
 
@@ -254,49 +271,39 @@ def _first(one: Forecast, number: int, assumed: str | None) -> str:
     return str(number) if assumed is not None else ",".join(one.site.node_names[:number])
 
 
-def _tell(
-    one: Forecast,
-    place: Place,
-    found: Sequence[tuple[Alternative, str]],
-    elsewhere: str | None,
-    ranks: bool,
-    as_json: bool,
-) -> None:
+def _tell(answer: Answer, ranks: bool, as_json: bool) -> None:
     from launch.forecast import scaling, useful
 
+    one, place = answer.forecast, answer.place
     points, best = scaling(one.training, one.site), useful(one)
     if as_json:
-        print_json(_answer(one, place, found, points, best))
+        print_json(_document(answer, points, best))
         return
-    from r4090c.cli.plan_view import WIDTH_MAX, show_alternatives, show_assumptions, show_forecast, show_placement, show_ranks
+    from r4090c.cli import plan_view as view
 
     console = out()
-    console.width = min(console.width, WIDTH_MAX)
-    show_forecast(console, one, points, best)
-    if elsewhere is not None:
-        console.print("\n[bold]the same training on fewer nodes does as much[/bold]")
-        console.print(f"  {elsewhere}", style="bold", soft_wrap=True, markup=False)
-    show_alternatives(console, found, worth_it=one.worth_it)
+    console.width = min(console.width, view.WIDTH_MAX)
+    view.show_forecast(console, one, points, best)
+    if answer.untrainable:
+        view.show_warning(console, f"this version plans it, but does not train: {'; '.join(answer.untrainable)}")
+    if answer.elsewhere is not None:
+        view.show_elsewhere(console, one, *answer.elsewhere)
+    view.show_alternatives(console, answer.alternatives, worth_it=one.worth_it)
     if place.plan is not None:
         from launch.plan import plan_json
         from r4090c.cli.launch import tell_doubts
 
         nodes = plan_json(place.plan)["nodes"]
-        (show_ranks if ranks else show_placement)(console, nodes)
+        (view.show_ranks if ranks else view.show_placement)(console, nodes)
         tell_doubts(place.plan)
-    show_assumptions(console, (*place.notes, *one.prediction.assumptions))
+    view.show_assumptions(console, (*place.notes, *one.prediction.assumptions))
 
 
-def _answer(
-    one: Forecast,
-    place: Place,
-    found: Sequence[tuple[Alternative, str]],
-    points: Sequence[Point],
-    best: Sequence[Help],
-) -> dict[str, Any]:
+def _document(answer: Answer, points: Sequence[Point], best: Sequence[Help]) -> dict[str, Any]:
     """Return the JSON document; the keys are API."""
     from launch.forecast import alternative_json, forecast_json, help_json, scaling_json
 
+    one, place = answer.forecast, answer.place
     unit = one.training.unit
     told = forecast_json(one)
     told["assumptions"] = [*place.notes, *told["assumptions"]]
@@ -311,7 +318,8 @@ def _answer(
         **told,
         "scaling": scaling_json(points, unit),
         "helps": [help_json(each, unit) for each in best],
-        "alternatives": [alternative_json(other, command) for other, command in found],
+        "alternatives": [alternative_json(other, command) for other, command in answer.alternatives],
+        "untrainable": list(answer.untrainable),
         "nodes": None if plan is None else plan["nodes"],
         "environment_warnings": [] if plan is None else plan["warnings"],
     }

@@ -20,6 +20,10 @@ GB = 1e9
 WIDTH_MAX = 120
 """Columns of what is folded where the output is wider, or no terminal: longer lines are hard to read."""
 HELPS_SHOWN = 3
+ALIKE = 1.05
+"""Rates nearer to each other than this are the same: a prediction is not more exact."""
+OF_A_RUN = ("PYTHONPATH", "R4090C_RUN_DIR")
+"""Variables that only a run has; a plan shows the others."""
 KIND_NAMES = {"roce": "RoCE", "infiniband": "InfiniBand", "tcp": "TCP"}
 SMALL_MIN = 0.015
 """Parts of the memory below this share are told together."""
@@ -192,6 +196,20 @@ def show_alternatives(console: Console, found: Sequence[tuple[Alternative, str]]
         _fold(console, f"{rate}, {memory}{host}: {told_training(one.training)}{changes}", "      ", style="dim")
 
 
+def show_elsewhere(console: Console, one: Forecast, fewer: Point, command: str) -> None:
+    """Print on how many nodes the same training does as much, or more."""
+    gain = (fewer.units_per_s or 0.0) / (one.prediction.units_per_s or 1.0)
+    where = "one node" if fewer.nodes == 1 else f"{fewer.nodes} nodes"
+    more = f"{gain:.2g} × as much" if gain >= ALIKE else "as much"
+    console.print(f"\n[bold]the same training on {where} does {more}[/bold]")
+    console.print(f"  {command}", style="bold", soft_wrap=True, markup=False)
+
+
+def show_warning(console: Console, text: str) -> None:
+    """Print a warning, folded."""
+    _fold(console, text, "\nwarning: ", style="yellow")
+
+
 def show_assumptions(console: Console, told: Iterable[str]) -> None:
     """Print what was measured and what is assumed."""
     console.print("\n[bold]measured and assumed[/bold]")
@@ -216,12 +234,13 @@ def show_placement(console: Console, nodes: Sequence[Mapping[str, Any]]) -> None
     from netcheck.facts.cpus import ranges
 
     common, own = layers(nodes)
+    common = {name: var for name, var in common.items() if name not in OF_A_RUN}
     console.print("\n[bold]environment[/bold] (--ranks tells every variable's reason)")
     _fold(console, "  ".join(f"{name}={var['value']}" for name, var in common.items()), "  ")
     for names, text in _together((name, "  ".join(f"{k}={var['value']}" for k, var in env.items())) for name, env in own.items()):
         if text:
             _fold(console, text, f"  {names}: ")
-    console.print("\n[bold]CPUs by local rank[/bold]")
+    console.print("\n[bold]CPUs[/bold], by local rank (0: its CPUs)")
     for names, text in _together(
         (node["name"], "  ".join(f"{one['local_rank']}: {ranges(one['cpus']) or 'not bound'}" for one in node["ranks"]))
         for node in nodes
@@ -255,7 +274,7 @@ def show_ranks(console: Console, nodes: Sequence[Mapping[str, Any]]) -> None:
 
     for node in nodes:
         console.print(f"\n[bold]{node['name']}[/bold]  node rank {node['node_rank']}", markup=True)
-        console.print(f"  {shlex.join(node['torchrun'])}", markup=False)
+        console.print(f"  {shlex.join(node['torchrun'])}", markup=False, soft_wrap=True)
         for name, var in node["env"].items():
             console.print(f"  {name}={var['value']}", markup=False, end="")
             console.print(f"   # {var['reason']} [{var['origin']}]", markup=False, style="dim")

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from launch.alternatives import merged_sets
 from launch.forecast import fewer_nodes, forecast_json, refusal, scaling
 from launch.measured import Known, measured_of, remembered
-from launch.planning import foresee
-from launch.recipe import load_recipe
+from launch.planning import foresee, other_ways
+from launch.recipe import ds_config_names, load_recipe, recipe_names
 from launch.run import Wish, paper_plan, prepare, refuse
 from launch.site import Measured, Site, assume
+from launch.training import METHODS, OPTIMIZERS, PRECISIONS
 from netcheck import figures as figures_module
 from netcheck.measure.figure import Figure
-from r4090c.errors import CheckFailed, Exit
-from r4090c.model import Cluster, Fact, MemoryFact, NodeFacts
+from r4090c.errors import CheckFailed, Exit, UsageError
+from r4090c.model import Cluster, Fact, MemoryFact, NodeFacts, P2pProof
 from tests.launch.test_plan import gpu_nodes
 
 ROCE = assume("2x8x4090@100gbe-roce")
@@ -102,8 +108,10 @@ def facts_with_memory() -> tuple[Cluster, dict[str, NodeFacts]]:
     return cluster, {name: replace(own, memory=memory) for name, own in facts.items()}
 
 
-def site_for(cluster: Cluster, facts: dict[str, NodeFacts], known: Known | None = None) -> Site:
-    wish = Wish("llama13b", (), cluster.nodes)
+def site_for(
+    cluster: Cluster, facts: dict[str, NodeFacts], known: Known | None = None, env: dict[str, str] | None = None
+) -> Site:
+    wish = Wish("llama13b", (), cluster.nodes, env=env or {})
     _, site = paper_plan(cluster, prepare(None, cluster, wish), facts, known or Known())
     return site
 
@@ -125,6 +133,15 @@ def test_rdma_that_cannot_be_used_is_not_counted_on() -> None:
     site = site_for(cluster, facts, Known(measured=Measured(9.5, 14.1, "2026-11-30")))
     assert site.between is not None and site.between.kind == "tcp"
     assert site.between.busbw_gbyte_s != 9.5
+    assert "node02: no active RDMA port on the data network" in site.between.origin  # which `plan` shows
+
+
+def test_p2p_is_counted_on_where_it_is_proven_and_nobody_turns_it_off() -> None:
+    cluster, facts = facts_with_memory()
+    proof = P2pProof("f" * 32, True, "2026-11-29", "20.4 GB/s with P2P, 9.35 without")
+    known = Known(p2p={node.name: proof for node in cluster.nodes})
+    kinds = [site_for(cluster, facts, known, env).inside for env in ({}, {"NCCL_P2P_DISABLE": "1"})]
+    assert [link.kind if link is not None else "" for link in kinds] == ["p2p", "host"]
 
 
 # --------------------------------------------------------------------------- what was measured
@@ -160,3 +177,69 @@ def test_the_newest_record_that_measured_counts() -> None:
     ]
     assert remembered(records, NODES) == Measured(8.8, 13.9, "2026-11-28")
     assert remembered([], NODES) == Measured()
+
+
+# --------------------------------------------------------------------------- whatever somebody sets
+
+KEYS = (
+    *("micro_batch", "gradient_accumulation", "loss_chunk_tokens", "lora.rank", "data.sequence_length", "steps"),
+    *(f"model.config.{key}" for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")),
+    *("model.config.num_attention_heads", "model.config.num_key_value_heads"),
+)
+WORDS = {
+    "method": METHODS,
+    "ds_config": ds_config_names(),
+    "precision": PRECISIONS,
+    "optimizer.name": OPTIMIZERS,
+    "activation_checkpointing": ("true", "false"),
+}
+SITES = (
+    *("1x1x4090", "2x8x4090@100gbe-roce", "16x8x4090-48gb@0.001gbe", "3x4x3090+p2p@9999gbe-ib,ram=1"),
+    *("64x1x4090d@25gbe", "1x1xcpu,ram=64", "4x2xcpu@1gbe,ram=99999"),
+)
+
+
+def test_a_batch_whose_divisors_are_far_apart_is_planned_at_once() -> None:
+    """999983 is a prime: the smallest model that there can be takes any batch, and every way to split it is looked for."""
+    shape = (
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"),
+        "num_hidden_layers",
+    )
+    sets = [
+        *(f"model.config.{key}=1" for key in shape),
+        "data.sequence_length=1",
+        "micro_batch=1",
+        "gradient_accumulation=999983",
+    ]
+    began = time.process_time()
+    recipe = load_recipe("tiny", sets)
+    one = foresee(recipe, ROCE)
+    found = {(other.training.micro_batch, other.training.accumulation) for other in other_ways(recipe, one)}
+    assert one.fit.fits and (999983, 1) in found
+    assert time.process_time() - began < 2.0
+
+
+@settings(deadline=2000, max_examples=40)
+@given(
+    st.sampled_from([name for name in recipe_names() if name != "resnet50"]),
+    st.dictionaries(
+        st.sampled_from(KEYS), st.one_of(st.integers(1, 4096), st.integers(-1, 10**15), st.just(10**400)), max_size=3
+    ),
+    st.fixed_dictionaries({}, optional={key: st.sampled_from(list(values)) for key, values in WORDS.items()}),
+    st.sampled_from(SITES),
+)
+def test_what_may_be_set_is_planned_in_finite_numbers_or_refused(
+    name: str, numbers: dict[str, int], words: dict[str, str], site: str
+) -> None:
+    sets = [f"{key}={value}" for key, value in {**numbers, **words}.items()]
+    try:
+        recipe = load_recipe(name, sets)
+        one = foresee(recipe, assume(site))
+    except UsageError:
+        return
+    json.dumps(forecast_json(one), allow_nan=False)
+    for other in other_ways(recipe, one):
+        its = load_recipe(name, merged_sets(sets, other.sets))
+        again = foresee(its, assume(site))
+        assert again.worth_it and again.prediction == other.prediction
+        assert its["micro_batch"] * its["gradient_accumulation"] == recipe["micro_batch"] * recipe["gradient_accumulation"]

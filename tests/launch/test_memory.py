@@ -450,7 +450,7 @@ def test_the_host_memory_of_a_full_training() -> None:
     memory = memory_of(training(), 8, 8)
     assert memory.host_gib["loading"] * GIB == pytest.approx(8 * 2 * LLAMA_7B.parameters)
     assert memory_of(training(method="lora"), 8, 8).host_gib["loading"] == 0
-    assert memory.host_gib["context"] == 8 * 2.5
+    assert memory.host_gib["processes"] == 8 * 2.5
 
 
 def test_quantized_matrices_are_not_divided_by_stage_3() -> None:

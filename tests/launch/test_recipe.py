@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.recipe import FOLDER, OPTIONAL, REQUIRED, is_script, load_recipe, recipe_names
+from launch.recipe import FOLDER, OPTIONAL, REQUIRED, is_script, load_ds_config, load_recipe, recipe_names
 from r4090c.errors import InputErrors, UsageError
 
 
@@ -134,12 +136,51 @@ def test_a_missing_or_mistyped_key(tmp_path: Path, changes: dict[str, Any], obse
     assert next(iter(changes)) in caught.value.culprit
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "", "just text", "a: [1\n", "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("- a\n- b\n", "", "just text", "a: [1\n", "\x00", "name: 2026-13-45", f"steps: {'9' * 5000}"),
+        "a: " + "[" * 3000,
+    ],
+)
 def test_a_file_that_is_no_recipe(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(UsageError):
         load_recipe(str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"description": date(2026, 11, 30)}, "description"),
+        ({"gradient_clipping": math.nan}, "gradient_clipping"),
+        ({"schedule": {"name": "cosine", 1: 2}}, "schedule.1"),
+        ({"optimizer": {"name": "adamw", "betas": [0.9, math.inf]}}, "optimizer.betas[1]"),
+    ],
+)
+def test_what_json_cannot_hold_is_refused_here_and_not_on_the_nodes(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(UsageError, match="JSON") as caught:
+        load_recipe(own(tmp_path, **changes))
+    assert caught.value.culprit.endswith(f": {key}")
+
+
+def test_an_alias_that_contains_itself_is_refused() -> None:
+    with pytest.raises(UsageError, match="more than 32 deep"):
+        load_recipe("tiny", ["lora.targets=&a [*a]"])
+
+
+@pytest.mark.parametrize("value", ["2026-13-45", "9" * 5000, "[" * 3000])
+def test_a_value_of_set_that_yaml_chokes_on(value: str) -> None:
+    with pytest.raises(UsageError, match="the value is not YAML"):
+        load_recipe("tiny", [f"description={value}"])
+
+
+def test_a_configuration_that_json_chokes_on(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(UsageError, match="ds_config"):
+        load_ds_config({"ds_config": str(path)})
 
 
 def test_a_resumed_recipe_is_changed_without_changing_the_old_one() -> None:

@@ -84,6 +84,8 @@ def test_resnet() -> None:
         ({"family": "llama", "config": {**LLAMA13B, "num_hidden_layers": 0}}, "model.config.num_hidden_layers"),
         ({"family": "llama", "config": {**LLAMA13B, "hidden_size": 5121}}, "model.config.hidden_size"),
         ({"family": "llama", "config": {**LLAMA13B, "num_key_value_heads": 7}}, "model.config.num_key_value_heads"),
+        ({"family": "llama", "config": {**LLAMA13B, "vocab_size": 10**400}}, "model.config.vocab_size"),
+        ({"family": "llama", "config": {**LLAMA13B, "tie_word_embeddings": "no"}}, "model.config.tie_word_embeddings"),
         ({"family": "resnet", "config": {"depth": 51}}, "model.config.depth"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launch.recipe import ds_config_names, load_ds_config, load_recipe, recipe_names, untrainable
+from launch.recipe import ds_config_names, load_ds_config, load_recipe, recipe_names, require_trainable, untrainable
 from launch.training import Training, training_of
 from r4090c.errors import UsageError
 
@@ -56,6 +56,8 @@ def test_precision_auto_depends_on_where_it_runs() -> None:
         (["precision=fp8"], "precision"),
         (["optimizer.name=muon"], "optimizer.name"),
         (["data.sequence_length=0"], "data.sequence_length"),
+        ([f"micro_batch={10**6 + 1}"], "micro_batch"),
+        (["method=lora", f"lora.rank={10**400}"], "lora.rank"),
         (["model.family=mamba"], "model.family"),
     ],
 )
@@ -76,6 +78,12 @@ def test_adapters_are_for_language_models() -> None:
         (3, "ds_config: zero_optimization"),
         ({"stage": 4}, "ds_config: zero_optimization.stage"),
         ({"stage": True}, "ds_config: zero_optimization.stage"),
+        ({"stage": 2.0}, "ds_config: zero_optimization.stage"),
+        ({"stage": 2, "offload_optimizer": "cpu"}, "ds_config: zero_optimization.offload_optimizer"),
+        ({"stage": 2, "overlap_comm": "auto"}, "ds_config: zero_optimization.overlap_comm"),
+        ({"stage": 2, "cpu_offload": True}, "ds_config: zero_optimization.cpu_offload"),
+        ({"stage": 3, "zero_hpz_partition_size": 8}, "ds_config: zero_optimization.zero_hpz_partition_size"),
+        ({"stage": 2, "reduce_bucket_size": 10**400}, "ds_config: zero_optimization.reduce_bucket_size"),
         ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, "ds_config: zero_optimization.offload_optimizer.device"),
         ({"stage": 2, "reduce_bucket_size": "big"}, "ds_config: zero_optimization.reduce_bucket_size"),
     ],
@@ -94,12 +102,21 @@ def test_what_a_configuration_leaves_open_is_deepspeeds_default() -> None:
     assert (found.reduce_bucket_elements, found.allgather_bucket_elements, found.overlap_comm) == (50_000_000, 500_000_000, True)
 
 
+def test_offload_counts_where_deepspeed_takes_heed_of_it() -> None:
+    """offload_optimizer from stage 1 on, offload_param under stage 3 (DeepSpeed's configuration reference)."""
+    cpu = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    found = [training_of(load_recipe("tiny"), {"zero_optimization": {"stage": stage, **cpu}}) for stage in range(4)]
+    assert [one.offload_optimizer for one in found] == [False, True, True, True]
+    assert [one.offload_parameters for one in found] == [False, False, False, True]
+
+
 def test_what_cannot_be_trained_yet_is_said_with_what_can_be_done() -> None:
-    assert untrainable(load_recipe("tiny")) is None
-    told = {name: untrainable(load_recipe(name)) for name in recipe_names() if name != "tiny"}
-    assert all(told.values())
-    refused = told["llama13b"]
-    assert refused is not None and refused.culprit == "recipe llama13b" and refused.next_command == "r4090c plan llama13b"
-    assert refused.observed == "method qlora can be planned, not yet trained"
+    assert untrainable(load_recipe("tiny")) == ()
+    assert all(untrainable(load_recipe(name)) for name in recipe_names() if name != "tiny")
+    with pytest.raises(UsageError) as told:
+        require_trainable(load_recipe("llama13b"))
+    assert (told.value.culprit, told.value.next_command) == ("recipe llama13b", "r4090c recipes")
+    for part in ("method qlora (only full)", "model.weights llama-2-13b (only null)", "data.kind prepared (only text)"):
+        assert part in told.value.observed
     own = {**copy.deepcopy(load_recipe("tiny")), "ds_config": "/etc/ds/own.json"}
-    assert untrainable(own) is None
+    assert untrainable(own) == ()
