@@ -18,7 +18,7 @@ from launch.compute import TORCH, Kernels, MicroStep, micro_step, necessary_flop
 from launch.memory import fit, largest_micro_batch
 from launch.shape import Transformer
 from launch.site import Link, Site, between_nodes
-from launch.training import MOST_BATCH, Training, divisors
+from launch.training import MOST_BATCH, ZERO_BUCKET, Training, divisors
 
 BETWEEN, INSIDE, HOST = "between nodes", "inside a node", "host"
 UNKNOWN_LINK = "the speed of a link is not known: r4090c preflight --full measures it"
@@ -44,6 +44,8 @@ HOST_GRADIENT_BYTES = 4
 """ZeRO-Offload keeps gradients in FP32 in host memory and copies those of every micro-step there."""
 STAGE3_RATE_MIN_GBIT_S = 25.0
 """ZeRO-3 gathers all weights in every micro-step: over a 10 GbE overlay a step took 90 s instead of 4 (LlamaFactory#5014)."""
+OUR_BUCKET_ELEMENTS = 50_000_000
+"""reduce_bucket_size and allgather_bucket_size in ds_configs/ (zero3.json gathers otherwise and is silent about the second)."""
 FAST_RATE_GBIT_S = (25.0, 100.0)
 """Networks that a what-if tries."""
 WORTH = 1.02
@@ -481,13 +483,25 @@ def _changes(training: Training, largest: int) -> Iterator[tuple[str, tuple[str,
         then = replace(training, overlap_comm=True)
         yield "overlap_comm in a DeepSpeed JSON of your own (--set ds_config=/FILE; a version with #7805, #7965, #8080)", (), then
     if training.stage == 2 and not training.offload_optimizer:
-        yield "ZeRO-1: gradients travel once a step", ("ds_config=zero1.json",), replace(training, stage=1)
+        yield "ZeRO-1: gradients travel once a step", ("ds_config=zero1.json",), _under_ours(training, 1)
     if training.stage == 3:
-        then = replace(training, stage=2, offload_parameters=False)
+        then = _under_ours(training, 2, offload_optimizer=training.offload_optimizer)
         name = "zero2_offload.json" if training.offload_optimizer else "zero2.json"
-        yield "ZeRO-2: weights are not gathered", (f"ds_config={name}",), replace(then, overlap_comm=False)
+        yield "ZeRO-2: weights are not gathered", (f"ds_config={name}",), then
     if training.offload_optimizer:
-        then = replace(training, offload_optimizer=False, offload_parameters=False)
-        yield "no offload", (f"ds_config=zero{training.stage}.json",), then
+        yield "no offload", (f"ds_config=zero{training.stage}.json",), _under_ours(training, training.stage)
     if training.method in ("qlora", "int8"):
         yield "LoRA over weights of 16 bits", ("method=lora",), replace(training, method="lora")
+
+
+def _under_ours(training: Training, stage: int, *, offload_optimizer: bool = False) -> Training:
+    """Return the training under our DeepSpeed configuration of `stage`, whose other keys may not be those of the user's own."""
+    return replace(
+        training,
+        stage=stage,
+        offload_optimizer=offload_optimizer,
+        offload_parameters=False,
+        overlap_comm=stage == 3,
+        reduce_bucket_elements=OUR_BUCKET_ELEMENTS,
+        allgather_bucket_elements=OUR_BUCKET_ELEMENTS if stage < 3 else ZERO_BUCKET,
+    )

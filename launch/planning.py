@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from launch.alternatives import Alternative, alternatives, merged_sets, smaller_batch, worth_showing
+from launch.env import is_secret
 from launch.forecast import Forecast, forecast
 from launch.recipe import ds_config_names, load_ds_config
 from launch.site import Site
@@ -39,6 +40,14 @@ def other_ways(recipe: Mapping[str, Any], one: Forecast) -> tuple[Alternative, .
     configs = own | {name: load_ds_config({"ds_config": name}) for name in ds_config_names()}
     found = alternatives(recipe, one.training, one.site, configs)
     return worth_showing(found, one.prediction if one.worth_it else None)
+
+
+def told_options(nproc: int | None, env: Mapping[str, str] | None) -> list[str]:
+    """Return the words by which a command gets the same ranks and variables; secrets are left out."""
+    words = [] if nproc is None else ["--nproc-per-node", str(nproc)]
+    for name, value in (env or {}).items():
+        words += [] if is_secret(name, value) else ["--env", f"{name}={value}"]
+    return words
 
 
 def command_of(verb: str, target: str, sets: Sequence[str], more: Sequence[str] = (), where: Sequence[str] = ()) -> str:

@@ -157,10 +157,10 @@ def load_ds_config(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _blamed(error: UsageError, source: str, sets: Sequence[str]) -> UsageError:
-    """Return the error with the `--set` that brought the value as its culprit, where one did."""
+    """Return the error with the `--set` of the key as its culprit, where there is one; its value may be a secret."""
     key = error.culprit.removeprefix(f"{source}: ")
-    guilty = [text for text in sets if text.partition("=")[0] == key]
-    return UsageError(f"--set {guilty[-1]}", error.observed, error.expected, error.next_command) if guilty else error
+    guilty = key in {text.partition("=")[0] for text in sets}
+    return UsageError(f"--set {key}", error.observed, error.expected, error.next_command) if guilty else error
 
 
 def _mistakes(recipe: Mapping[str, Any], source: str) -> list[UsageError]:

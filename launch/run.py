@@ -16,7 +16,7 @@ from launch.forecast import Forecast, fewer_nodes, forecast_json, refusal
 from launch.jobs import Run, find_run, list_runs
 from launch.measured import Known, remembered
 from launch.plan import Code, Job, Plan, Ports, make_plan
-from launch.planning import command_of, foresee, other_ways
+from launch.planning import command_of, foresee, other_ways, told_options
 from launch.recipe import is_script, load_recipe, require_trainable, untrainable
 from launch.site import Measured, Site, between_nodes, site_of
 from launch.supervise import Supervisor
@@ -196,19 +196,23 @@ def refuse(wish: Wish, recipe: Mapping[str, Any] | None, foreseen: Forecast | No
     """Return the error that tells why the run is not to be started, and what fits instead; None when it is worth it."""
     if foreseen is None or recipe is None or foreseen.worth_it or wish.anyway:
         return None
-    where = ("--nodes", ",".join(node.name for node in wish.nodes)) if wish.nodes_chosen else ()
+    options = told_options(wish.nproc, wish.env)
+    where = (*(("--nodes", ",".join(node.name for node in wish.nodes)) if wish.nodes_chosen else ()), *options)
+    everything = command_of("plan", wish.target, wish.sets, where=where)
+    if wish.resume is not None:  # what a checkpoint was written by is what it loads into
+        return refusal(foreseen, f"{everything}   (or launch with --anyway)")
+    unbound = () if wish.affinity else ("--no-affinity",)
     fewer = fewer_nodes(foreseen)
     if fewer is not None:
         names = ",".join(foreseen.site.node_names[: fewer.nodes])
-        first = command_of("launch", wish.target, wish.sets, where=("--nodes", names))
+        first = command_of("launch", wish.target, wish.sets, where=("--nodes", names, *options, *unbound))
         return refusal(foreseen, f"{first}   (as much on fewer nodes; or launch with --anyway)")
     found = other_ways(recipe, foreseen)
-    everything = command_of("plan", wish.target, wish.sets, where=where)
     if not found:
         return refusal(foreseen, f"{everything}   (or launch with --anyway)")
     rate, unit = found[0].prediction.units_per_s, found[0].prediction.unit
     told = "fits" if rate is None else f"fits, {rate:,.0f} {unit}/s expected"
-    first = command_of("launch", wish.target, wish.sets, found[0].sets, where)
+    first = command_of("launch", wish.target, wish.sets, found[0].sets, (*where, *unbound))
     return refusal(foreseen, f"{first}   ({told}; {everything} shows all that does; or launch with --anyway)")
 
 

@@ -190,7 +190,7 @@ def site_of(
     """
     measured = measured or Measured()
     names = [node.name for node in nodes]
-    on_gpus = any(node.gpus for node in nodes)
+    on_gpus = all(node.gpus for node in nodes)
     gpus = [gpu for name in names for gpu in facts[name].gpus.value or () if gpu.index >= 0] if on_gpus else []
     rate = slowest_rate_gbit_s(
         names, {name: facts[name].net.value for name in names}, {name: facts[name].rdma.value for name in names}, cluster

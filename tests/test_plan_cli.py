@@ -214,6 +214,28 @@ def test_a_bundle_of_one_node_and_a_refusal_name_the_place(bundle: Path, tmp_pat
     assert f"r4090c plan llama13b --from {bundle} --nodes node02 --set" in errors
 
 
+def test_what_a_terminal_takes_for_orders_is_not_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, raw = boxes(tmp_path, monkeypatch)
+    for answer in raw.answers.values():
+        smi = answer["answers"]["gpus"]["command"]
+        smi["stdout"] = smi["stdout"].replace("NVIDIA GeForce RTX 4090", "NVIDIA \x1b[31mRTX [bold]5090")
+    save_bundle(tmp_path / "b.tar.gz", cluster, raw)
+    words = ("plan", "llama13b", "--from", "b.tar.gz", "--ranks", "--env", "NOTE=\x1b]0;title\x07")
+    code, output, _ = run(*words, state=tmp_path)
+    assert code == 0 and "RTX [bold]5090" in output and "]0;title" in output
+    assert not {sign for sign in output if not sign.isprintable()} - {"\n"}
+
+
+def test_an_offered_command_keeps_the_variables(bundle: Path, tmp_path: Path) -> None:
+    env = ("--env", "CUDA_VISIBLE_DEVICES=0,2", "--env", "HF_TOKEN=hf_secret")
+    _, told, errors = plan_json("llama13b", "--from", str(bundle), *env, "--set", "method=lora", state=tmp_path)
+    assert told["site"]["ranks_per_node"] == 2 and "hf_secret" not in errors + json.dumps(told)
+    first = told["alternatives"][0]
+    assert "--env CUDA_VISIBLE_DEVICES=0,2 " in first["command"]
+    code, again, _ = plan_json(*first["command"].split()[2:], state=tmp_path)
+    assert (code, again["predicted"]) == (0, first["predicted"])
+
+
 def test_variables_of_the_user_and_their_warnings(bundle: Path, tmp_path: Path) -> None:
     _, told, _ = plan_json("llama13b", "--from", str(bundle), "--env", "NCCL_SHM_DISABLE=1", state=tmp_path)
     assert told["nodes"][1]["env"]["NCCL_SHM_DISABLE"]["value"] == "1"

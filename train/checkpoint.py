@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,9 +138,8 @@ def require_same(saved: Saved, recipe: Recipe, world_size: int, data_sha256: str
             "the same data, so that the run continues where it stopped",
             "give the old --data-dir and data.sources, or begin anew with another --run-dir",
         )
-    model = recipe.model.model_dump(mode="json")
-    if manifest["recipe"]["model"] != model:
-        before, now = manifest["recipe"]["model"]["config"], model["config"]
+    before, now = _keys_of(manifest["recipe"]["model"]), _keys_of(recipe.model.model_dump(mode="json"))
+    if before != now:
         keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         raise Stop(
             file,
@@ -148,6 +147,11 @@ def require_same(saved: Saved, recipe: Recipe, world_size: int, data_sha256: str
             "the same model",
             "restore it in the recipe, or begin anew with another --run-dir",
         )
+
+
+def _keys_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's `model` without its folder `config`; recipes of before said nothing about weights: there were none."""
+    return {"weights": None, **{key: value for key, value in model.items() if key != "config"}, **model["config"]}
 
 
 def changed_keys(saved: Saved, recipe: Recipe) -> list[str]:

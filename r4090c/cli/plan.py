@@ -257,12 +257,12 @@ def _place(cluster: Cluster, chosen: Sequence[Node], facts: Mapping[str, NodeFac
 
 def _command(asked: Asked, assume: str | None, bundle: Path | None, sets: Sequence[str]) -> str:
     """Return the command that plans the recipe with `sets` at the same place."""
-    from launch.planning import command_of
+    from launch.planning import command_of, told_options
 
     where = [] if assume is None else ["--assume", assume]
     where += [] if bundle is None else ["--from", str(bundle)]
     where += [] if asked.nodes is None else ["--nodes", asked.nodes]
-    where += [] if asked.nproc is None else ["--nproc-per-node", str(asked.nproc)]
+    where += told_options(asked.nproc, asked.env)
     return pasteable(command_of("plan", asked.target, asked.sets, sets, where))
 
 

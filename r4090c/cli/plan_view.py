@@ -75,7 +75,7 @@ def _headline(console: Console, one: Forecast) -> None:
     from launch.forecast import told_pointless, told_training
 
     verdict, style = ("fits", "green") if one.worth_it else ("pointless", "yellow") if one.fit.fits else ("does not fit", "red")
-    line = Text.assemble((f"{one.training.name} on {one.site.name}: ", "bold"), (verdict, f"bold {style}"))
+    line = Text.assemble((_plain(f"{one.training.name} on {one.site.name}: "), "bold"), (verdict, f"bold {style}"))
     console.print(line, soft_wrap=True)
     _fold(console, told_training(one.training), "  ", style="dim")
     _fold(console, told_site(one.site), "  ", style="dim")
@@ -274,16 +274,16 @@ def show_ranks(console: Console, nodes: Sequence[Mapping[str, Any]]) -> None:
 
     for node in nodes:
         console.print(f"\n[bold]{node['name']}[/bold]  node rank {node['node_rank']}", markup=True)
-        console.print(f"  {shlex.join(node['torchrun'])}", markup=False, soft_wrap=True)
+        console.print(f"  {_plain(shlex.join(node['torchrun']))}", markup=False, soft_wrap=True)
         for name, var in node["env"].items():
-            console.print(f"  {name}={var['value']}", markup=False, end="")
-            console.print(f"   # {var['reason']} [{var['origin']}]", markup=False, style="dim")
+            console.print(f"  {name}={_plain(var['value'])}", markup=False, end="")
+            console.print(f"   # {_plain(var['reason'])} [{var['origin']}]", markup=False, style="dim")
         for rank in node["ranks"]:
             cpus = ranges(rank["cpus"])
             memory = f", memory of NUMA {rank['memory_node']} preferred" if rank["memory_node"] is not None else ""
             console.print(f"  rank {rank['rank']}: CPUs {cpus or 'not bound'}{memory}   # {rank['reason']}", markup=False)
             for name, var in rank["env"].items():
-                console.print(f"    {name}={var['value']}   # {var['reason']}", markup=False)
+                console.print(f"    {name}={_plain(var['value'])}   # {_plain(var['reason'])}", markup=False)
 
 
 # --------------------------------------------------------------------------- small parts
@@ -315,6 +315,11 @@ def _cell(text: str) -> Any:
     return Text(text, style="dim")
 
 
+def _plain(text: str) -> str:
+    """Return `text` without line breaks and other signs that a terminal takes for orders: names of cards come from anywhere."""
+    return "".join(sign if sign.isprintable() else " " for sign in text)
+
+
 def _fold(console: Console, text: str, prefix: str, style: str = "") -> None:
     """Print `text` after `prefix`, folded at words; what follows stands below the first word."""
     width = min(console.width, WIDTH_MAX)
@@ -322,5 +327,5 @@ def _fold(console: Console, text: str, prefix: str, style: str = "") -> None:
     prefix = prefix.lstrip("\n")
     indent = " " * (len(prefix) if len(prefix) <= 12 else 4)
     wrapper = textwrap.TextWrapper(width, prefix, indent, break_long_words=False, break_on_hyphens=False)
-    for line in wrapper.wrap(text):
+    for line in wrapper.wrap(_plain(text)):
         console.print(line, style=style or None, markup=False, highlight=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.alternatives import merged_sets
-from launch.forecast import fewer_nodes, forecast_json, refusal, scaling
+from launch.forecast import fewer_nodes, forecast_json, refusal, scaling, useful
 from launch.measured import Known, measured_of, remembered
 from launch.planning import foresee, other_ways
 from launch.recipe import ds_config_names, load_recipe, recipe_names
@@ -61,6 +62,23 @@ def test_what_is_pointless_is_sent_to_fewer_nodes() -> None:
     error = refused("llama7b-full", site=SLOW)
     assert error is not None and "pointless over 10 Gbit/s: 57.5 s of traffic per step" in str(error)
     assert error.next_command.startswith("r4090c launch llama7b-full --nodes node01 ")
+
+
+def test_what_is_offered_has_the_ranks_and_variables_that_were_asked_for() -> None:
+    """With three visible GPUs on a node something else fits than with eight. A token is nobody's business."""
+    env = {"CUDA_VISIBLE_DEVICES": "2,0,1", "HF_TOKEN": "hf_secret", "NOTE": "it's $(mine)"}
+    error = refused("llama13b", "method=lora", env=env, nproc=3, affinity=False)
+    assert error is not None and "hf_secret" not in str(error)
+    asked = "--nproc-per-node 3 --env CUDA_VISIBLE_DEVICES=2,0,1 --env 'NOTE=it'\"'\"'s $(mine)'"
+    assert error.next_command.startswith(f"r4090c launch llama13b {asked} --no-affinity --set ")
+    assert f"r4090c plan llama13b {asked} --set method=lora shows all" in error.next_command
+
+
+def test_a_resumed_run_is_not_sent_elsewhere() -> None:
+    """Its checkpoint loads into nothing else: neither other methods nor other nodes are offered."""
+    for error in (refused("llama13b", "method=full", resume=""), refused("llama7b-full", site=SLOW, resume="")):
+        assert error is not None and "r4090c launch" not in error.next_command
+        assert error.next_command.startswith("r4090c plan llama") and "--anyway" in error.next_command
 
 
 def test_anyway_and_scripts_pass() -> None:
@@ -197,6 +215,22 @@ SITES = (
     *("1x1x4090", "2x8x4090@100gbe-roce", "16x8x4090-48gb@0.001gbe", "3x4x3090+p2p@9999gbe-ib,ram=1"),
     *("64x1x4090d@25gbe", "1x1xcpu,ram=64", "4x2xcpu@1gbe,ram=99999"),
 )
+
+
+@pytest.mark.parametrize("zero", [{"stage": 2}, {"stage": 3}, {"stage": 3, "offload_optimizer": {"device": "cpu"}}])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_is_said_to_help_does_so_when_it_is_set(zero: dict[str, Any], overlap: bool, tmp_path: Path) -> None:
+    """Under a DeepSpeed configuration of one's own: what another one of ours has besides counts as well."""
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"zero_optimization": {**zero, "overlap_comm": overlap, "reduce_bucket_size": 500_000_000}}))
+    sets = [f"ds_config={own}"]
+    found = useful(foresee(load_recipe("llama1b-pretrain", sets), ROCE))
+    told = any(word.startswith("ds_config=") for one in found for word in one.sets)
+    assert told is not (zero["stage"] == 2 and overlap)  # ours do not overlap: nothing of theirs is faster
+    for one in found:
+        if one.sets:
+            again = foresee(load_recipe("llama1b-pretrain", merged_sets(sets, one.sets)), ROCE)
+            assert again.fit.fits and again.prediction.units_per_s == pytest.approx(one.units_per_s, rel=1e-9)
 
 
 def test_a_batch_whose_divisors_are_far_apart_is_planned_at_once() -> None:

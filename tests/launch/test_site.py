@@ -154,3 +154,12 @@ def test_nodes_without_gpus_have_no_card_and_unknown_facts_stay_unknown() -> Non
     site = site_of(cluster_of(nodes), nodes, {node.name: facts_of(node.name) for node in nodes}, 1)
     assert (site.card, site.inside, site.host_gib, site.cores) == (None, None, None, None)
     assert site.between is not None and site.between.busbw_gbyte_s is None
+
+
+def test_where_one_node_has_no_gpu_all_wait_for_its_cpus() -> None:
+    nodes = [node_of("node01", "10.10.0.11", 1), node_of("node02", "10.10.0.12")]
+    gpus = Fact((gpu_of(0, "0000:01:00.0", 0),))
+    told = {"node01": facts_of("node01", gpus=gpus), "node02": facts_of("node02")}
+    assert site_of(cluster_of(nodes), nodes, told, 1).card is None
+    alone = site_of(cluster_of(nodes), nodes[:1], told, 1).card
+    assert alone is not None and alone.name == "RTX 4090"

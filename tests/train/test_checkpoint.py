@@ -182,6 +182,20 @@ def test_what_cannot_be_continued_is_one_line(tmp_path: Path, recipe: Recipe) ->
         assert caught.value.exit_code == 2
 
 
+def test_a_checkpoint_of_a_recipe_that_named_no_weights_is_continued(tmp_path: Path, recipe: Recipe) -> None:
+    """As it was saved before recipes had model.weights; other weights than none, and another family, are another model."""
+    save(tmp_path, 20, recipe)
+    complete = tmp_path / "step_00000020" / checkpoint.COMPLETE
+    manifest = json.loads(complete.read_text())
+    del manifest["recipe"]["model"]["weights"]
+    complete.write_text(json.dumps(manifest))
+    assert checkpoint.find_start(tmp_path, recipe, 2, "d1") is not None
+    manifest["recipe"]["model"]["weights"] = "llama-2-7b"
+    complete.write_text(json.dumps(manifest))
+    with pytest.raises(Stop, match="another model: weights was llama-2-7b, is None"):
+        checkpoint.find_start(tmp_path, recipe, 2, "d1")
+
+
 def test_changes_that_may_be_continued_are_named(tmp_path: Path, recipe: Recipe) -> None:
     save(tmp_path, 20, recipe)
     changed = recipe.model_copy(update={"steps": 80, "seed": 2})
