@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from launch.site import Measured, Site, assume, site_of
 from r4090c.errors import UsageError
-from r4090c.model import Cluster, Fact, MemoryFact, NodeFacts, P2pProof
+from r4090c.model import Cluster, Fact, Gpu, MemoryFact, NodeFacts, P2pProof
 from tests.launch.facts_of import cluster_of, cpus_of, facts_of, gpu_of, net_of, node_of
 
 
@@ -158,7 +158,7 @@ def test_nodes_without_gpus_have_no_card_and_unknown_facts_stay_unknown() -> Non
 
 def test_where_one_node_has_no_gpu_all_wait_for_its_cpus() -> None:
     nodes = [node_of("node01", "10.10.0.11", 1), node_of("node02", "10.10.0.12")]
-    gpus = Fact((gpu_of(0, "0000:01:00.0", 0),))
+    gpus: Fact[tuple[Gpu, ...]] = Fact((gpu_of(0, "0000:01:00.0", 0),))
     told = {"node01": facts_of("node01", gpus=gpus), "node02": facts_of("node02")}
     assert site_of(cluster_of(nodes), nodes, told, 1).card is None
     alone = site_of(cluster_of(nodes), nodes[:1], told, 1).card
