@@ -253,7 +253,7 @@ def test_a_batch_whose_divisors_are_far_apart_is_planned_at_once() -> None:
     assert time.process_time() - began < 2.0
 
 
-@settings(deadline=2000, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.sampled_from([name for name in recipe_names() if name != "resnet50"]),
     st.dictionaries(
