@@ -23,6 +23,12 @@ def environment(state: Path) -> dict[str, str]:
     }
 
 
+def _heed_signals() -> None:
+    """Take signals as in a terminal: the tests may run under nohup, or in the background of a shell, which ignores Ctrl-C."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(*words: str, state: Path, cwd: Path | None = None) -> subprocess.Popen[str]:
     """Start `r4090c WORDS` in a session of its own; its output is piped. The folder has no cluster.yaml unless `cwd` does."""
     return subprocess.Popen(
@@ -34,7 +40,7 @@ def start(*words: str, state: Path, cwd: Path | None = None) -> subprocess.Popen
         env=environment(state),
         cwd=cwd or state,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may themselves run under nohup
+        preexec_fn=_heed_signals,
     )
 
 
