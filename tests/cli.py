@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,12 +22,6 @@ def environment(state: Path) -> dict[str, str]:
     }
 
 
-def _heed_signals() -> None:
-    """Take signals as in a terminal: the tests may run under nohup, or in the background of a shell, which ignores Ctrl-C."""
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-
-
 def start(*words: str, state: Path, cwd: Path | None = None) -> subprocess.Popen[str]:
     """Start `r4090c WORDS` in a session of its own; its output is piped. The folder has no cluster.yaml unless `cwd` does."""
     return subprocess.Popen(
@@ -40,7 +33,6 @@ def start(*words: str, state: Path, cwd: Path | None = None) -> subprocess.Popen
         env=environment(state),
         cwd=cwd or state,
         start_new_session=True,
-        preexec_fn=_heed_signals,
     )
 
 
