@@ -467,6 +467,7 @@ def test_ctrl_c_leaves_nothing_behind(lab4: Lab, after_s: float) -> None:
 
 @needs_lab
 def test_a_killed_controller_leaves_no_file_and_no_process(lab4: Lab) -> None:
+    before = sorted(lab4.shared.iterdir())
     process = subprocess.Popen(
         [sys.executable, "-m", "r4090c", "--cluster", str(lab4.cluster_file), "preflight", "--only", "storage"],
         stdout=subprocess.DEVNULL,
@@ -481,7 +482,7 @@ def test_a_killed_controller_leaves_no_file_and_no_process(lab4: Lab) -> None:
     while any(lab4.processes(name) for name in lab4.nodes):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert [*lab4.shared.iterdir()] == []
+    assert sorted(lab4.shared.iterdir()) == before
 
 
 @needs_lab
@@ -489,6 +490,7 @@ def test_a_node_that_freezes_while_it_writes_is_given_up_and_the_others_are_judg
     """Everybody holds a file until all have read: not for so long that the others see theirs go."""
     frozen = '#!/bin/sh\ncase "$*" in *buffer.raw*) kill -STOP $$;; esac\nexec /usr/bin/python3 "$@"\n'
     stand_in = mended_lab4.stand_in("node02", "python3", frozen)
+    before = sorted(mended_lab4.shared.iterdir())
     began = time.monotonic()
     try:
         code, answer = ask(mended_lab4, "--only", "shared-path")
@@ -504,4 +506,4 @@ def test_a_node_that_freezes_while_it_writes_is_given_up_and_the_others_are_judg
         "node03": "pass",
         "node04": "pass",
     }
-    assert [*mended_lab4.shared.iterdir()] == []
+    assert sorted(mended_lab4.shared.iterdir()) == before
