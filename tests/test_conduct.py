@@ -328,7 +328,8 @@ def test_a_node_that_froze_is_given_up_when_the_others_are_done(
 @pytest.mark.lab
 @pytest.mark.parametrize("says", ["{}", "7", '{"steps": [7]}', '{"steps": [{"rc": 0}]}'])
 def test_an_answer_that_is_none_is_told_of_its_node(fleet: Fleet, mended_lab4: Lab, says: str) -> None:
-    text = f"#!/bin/sh\ncat >/dev/null &\necho\necho 'R4090C-ANSWER {says}'\n"
+    # It answers when it has read what is sent to it: an end before that would be a broken connection.
+    text = f"#!/bin/sh\ncat >/dev/null &\nsleep 1\necho\necho 'R4090C-ANSWER {says}'\n"
     stand_in = mended_lab4.stand_in("node02", "python3", text)
     lost: dict[str, dict[str, Any]] = {}
     try:
