@@ -3,6 +3,7 @@
 # make setup   prepare .venv only
 # make lint    ruff, mypy, import-linter
 # make bench   the benchmarks (needs root; minutes)
+# make traintest  the training tests that take minutes: every method, every recipe's toy twin on two nodes, exports
 # make vmtest  the tests before two virtual machines with RDMA and NFS (needs root for the first image; minutes)
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 
-.PHONY: demo test test-fast vmtest setup lint bench clean
+.PHONY: demo test test-fast traintest vmtest setup lint bench clean
 
 demo: setup
 	@.ci/system-packages sshd:openssh-server ssh:openssh-client
@@ -26,6 +27,10 @@ test: setup
 
 test-fast: setup
 	@$(BIN)/python -m pytest -m "not slow and not train and not lab" $(ARGS)
+
+traintest: setup
+	@.ci/system-packages sshd:openssh-server ssh:openssh-client ip:iproute2
+	@$(BIN)/python -m pytest -m long -n 2 --dist loadfile $(ARGS)
 
 vmtest: setup
 	@.ci/vmtest $(BIN)/python $(ARGS)
@@ -50,6 +55,8 @@ bench: setup
 	@$(BIN)/python -m bench.fanout
 	@$(BIN)/python -m bench.preflight
 	@$(BIN)/python -m bench.launch
+	@$(BIN)/python -m bench.data
+	@$(BIN)/python -m bench.train
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

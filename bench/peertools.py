@@ -14,6 +14,7 @@ from bench.record import REPOSITORY, BenchError
 
 ANSIBLE = "ansible-core==2.19.14"
 ACCELERATE = "accelerate==1.15.0"
+DATASETS = "datasets==5.2.0"
 
 
 def default_cache() -> Path:
@@ -31,6 +32,11 @@ def accelerate(cache: Path) -> Path:
     return _environment(cache / "accelerate", ACCELERATE, ours=True) / "python"
 
 
+def datasets(cache: Path) -> Path:
+    """Return a `python` that has datasets, and sees the packages of this one."""
+    return _environment(cache / "datasets", DATASETS, ours=True, dependencies=True) / "python"
+
+
 def system_program(program: str, package: str) -> str:
     """Return the path of a system program, installing its package where that is allowed. Raises BenchError."""
     if shutil.which(program) is None:
@@ -41,10 +47,11 @@ def system_program(program: str, package: str) -> str:
     return path
 
 
-def _environment(folder: Path, requirement: str, *, ours: bool) -> Path:
+def _environment(folder: Path, requirement: str, *, ours: bool, dependencies: bool = False) -> Path:
     """Return the bin folder of a virtual environment that holds `requirement`, made when it is not there yet.
 
-    `ours`: packages of this Python are visible in it, and the requirement's own dependencies are taken from there.
+    `ours`: packages of this Python are visible in it, and the requirement's own dependencies are taken from there, unless
+    `dependencies`: then those that are missing there are installed as well.
     """
     ready = folder / "ready"
     wanted = f"{requirement} {sys.executable}\n"
@@ -64,7 +71,7 @@ def _environment(folder: Path, requirement: str, *, ours: bool) -> Path:
                 )
                 (Path(there.stdout.strip()) / "ours.pth").write_text(f"{here}\n")
             install = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", requirement]
-            subprocess.run([*install, *(["--no-deps"] if ours else [])], check=True)
+            subprocess.run([*install, *(["--no-deps"] if ours and not dependencies else [])], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise BenchError(f"{requirement} could not be installed into {folder}: {error}") from error

@@ -10,7 +10,7 @@ from typing import Any
 from launch.alternatives import Alternative, alternatives, merged_sets, smaller_batch, worth_showing
 from launch.env import is_secret
 from launch.forecast import Forecast, forecast
-from launch.recipe import ds_config_names, load_ds_config
+from launch.recipe import accumulation_of, ds_config_names, load_ds_config
 from launch.site import Site
 from launch.training import training_of
 from r4090c.errors import UsageError
@@ -23,7 +23,7 @@ def foresee(recipe: Mapping[str, Any], site: Site) -> Forecast:
     except UsageError as error:
         culprit = f"recipe {recipe['name']}: {error.culprit}"
         raise UsageError(culprit, error.observed, error.expected, error.next_command) from None
-    found = forecast(training, site)
+    found = forecast(replace(training, accumulation=accumulation_of(recipe, site.world)), site)
     longest = recipe["model"]["config"].get("max_position_embeddings")
     if isinstance(longest, int) and training.sequence_length > longest:
         told = f"sequences of {training.sequence_length} tokens, and the model was made for {longest} (max_position_embeddings)"

@@ -45,22 +45,32 @@ DEFAULTS: dict[str, Any] = {
         "dropout": 0.05,
         "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     },
+    "global_batch": 0,
     "activation_checkpointing": False,
     "loss_chunk_tokens": 0,
+    "kernels": {"attention": "auto", "liger": False, "compile": False},
+    "loss_spike": 0.0,
+    "eval": {"every_steps": 0, "sequences": 64, "data": None},
+    "wandb": "",
 }
 """What a recipe that is silent about these means; `--set` may change them."""
+CHECKPOINT_DEFAULTS: dict[str, Any] = {"keep_hours": 0.0, "copy_to": None}
+"""The same for what may be left out below `checkpoint`."""
 OPTIONAL = ("description", "resume", *DEFAULTS)
 TRAINABLE: dict[str, tuple[Any, ...]] = {
-    "method": ("full",),
-    "model.family": ("llama",),
-    "model.weights": (None,),
-    "data.kind": ("text",),
-    "optimizer.name": ("adamw",),
-    "activation_checkpointing": (False,),
-    "loss_chunk_tokens": (0,),
-    "ds_config": ("zero0.json", "zero1.json", "zero2.json"),
+    "method": ("full", "lora", "int8", "qlora"),
+    "model.family": ("llama", "mistral", "qwen2", "qwen3", "resnet"),
+    "data.kind": ("text", "prepared", "images"),
+    "optimizer.name": ("adamw", "adamw8bit"),
 }
-"""What train/ runs today; everything else can be planned. A DeepSpeed configuration of the user's own is his affair."""
+"""What train/ runs today; everything else can be planned."""
+MODEL_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "max_position_embeddings", "tie_word_embeddings"),
+)
+"""Fields of a model's config.json that memory and speed follow from; the rest the nodes read from the folder itself."""
+AUTO = "auto"
+"""`micro_batch: auto`: the ranks find the largest that fits, and keep `global_batch`."""
 POSITIVE = ("steps", "micro_batch", "gradient_accumulation")
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises: for what is no YAML, for a date or a number that cannot be, for lists in lists without end."""
@@ -107,10 +117,17 @@ def load_recipe(target: str, sets: Sequence[str] = (), base: dict[str, Any] | No
         raise UsageError(str(path), " ".join(str(error).split()), "a readable YAML recipe") from error
     if not isinstance(recipe, dict):
         raise UsageError(str(path), f"holds a {type(recipe).__name__}", "a mapping of recipe keys")
+    if isinstance(recipe.get("model"), str):
+        recipe["model"] = model_in(recipe["model"], f"{path}: model")
     for key, value in DEFAULTS.items():
         recipe.setdefault(key, copy.deepcopy(value))
     if isinstance(recipe.get("model"), dict):
         recipe["model"].setdefault("weights", None)
+    if isinstance(recipe.get("checkpoint"), dict):
+        for key, value in CHECKPOINT_DEFAULTS.items():
+            recipe["checkpoint"].setdefault(key, value)
+    if isinstance(recipe.get("optimizer"), dict):
+        recipe["optimizer"].setdefault("lr_reference_batch", None)
     errors: list[UsageError] = []
     for text in sets:
         try:
@@ -123,6 +140,22 @@ def load_recipe(target: str, sets: Sequence[str] = (), base: dict[str, Any] | No
     return recipe
 
 
+def model_in(folder: str, culprit: str) -> dict[str, Any]:
+    """Return what a recipe says of the model in `folder`, as transformers saves one. Raises UsageError naming the `culprit`."""
+    file = Path(folder).expanduser().absolute() / "config.json"
+    wanted = "a model's folder, at this path here and on the nodes (else name family and config in a recipe)"
+    remedy = "r4090c recipes show llama7b"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        family = str(config["model_type"])
+    except OSError as error:
+        raise UsageError(culprit, f"{file}: {error.strerror}", wanted, remedy) from None
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise UsageError(culprit, f"{file}: no JSON with model_type", wanted, remedy) from None
+    told = {key: config[key] for key in MODEL_KEYS if config.get(key) is not None}
+    return {"family": family, "weights": str(file.parent), "config": {**told, "use_cache": False}}
+
+
 def untrainable(recipe: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what this version can plan but not train, like "method qlora (only full)"; nothing when train/ runs the recipe."""
     found = []
@@ -130,7 +163,7 @@ def untrainable(recipe: Mapping[str, Any]) -> tuple[str, ...]:
         value: Any = recipe
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
-        if value not in allowed and not (path == "ds_config" and str(value).startswith("/")):
+        if value not in allowed:
             told = [str(yaml.safe_dump(one)).removesuffix("\n...\n") for one in (value, *allowed)]
             found.append(f"{path} {told[0]} (only {' or '.join(told[1:])})")
     return tuple(found)
@@ -142,6 +175,21 @@ def require_trainable(recipe: Mapping[str, Any]) -> None:
     if found:
         observed = f"this version plans it, but does not train: {'; '.join(found)}"
         raise UsageError(f"recipe {recipe['name']}", observed, "a recipe that trains", "r4090c recipes")
+
+
+def accumulation_of(recipe: Mapping[str, Any], world_size: int) -> int:
+    """Return the micro-steps of a step, which follow from `global_batch` where that is given (`auto` counts as 1 sequence).
+
+    Raises UsageError when it cannot be divided so.
+    """
+    if not recipe["global_batch"]:
+        return int(recipe["gradient_accumulation"])
+    together = world_size * (1 if recipe["micro_batch"] == AUTO else int(recipe["micro_batch"]))
+    if recipe["global_batch"] % together:
+        observed = f"{recipe['global_batch']} sequences a step: {world_size} ranks of micro_batch {recipe['micro_batch']}"
+        wanted = f"a multiple of {together}"
+        raise UsageError(f"recipe {recipe['name']}: global_batch", observed, wanted, f"--set global_batch={together}")
+    return int(recipe["global_batch"]) // together
 
 
 def load_ds_config(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,6 +217,8 @@ def _mistakes(recipe: Mapping[str, Any], source: str) -> list[UsageError]:
     for key, kind in REQUIRED.items():
         if key not in recipe:
             errors.append(UsageError(f"{source}: {key}", "missing", _wanted(kind)))
+        elif key == "micro_batch" and recipe[key] == AUTO:
+            pass
         elif not isinstance(recipe[key], kind) or isinstance(recipe[key], bool):
             errors.append(UsageError(f"{source}: {key}", f"{recipe[key]!r}", _wanted(kind)))
         elif key in POSITIVE and recipe[key] < 1:
@@ -182,6 +232,11 @@ def _mistakes(recipe: Mapping[str, Any], source: str) -> list[UsageError]:
         wrong = type(recipe[key]) is not type(default) or (isinstance(default, int) and recipe[key] < 0)
         if wrong:
             errors.append(UsageError(f"{source}: {key}", f"{recipe[key]!r}", f"{_told(default)} like {default!r}"))
+    saving = recipe.get("checkpoint")
+    copy_to = saving.get("copy_to") if isinstance(saving, dict) else None
+    if isinstance(copy_to, str) and ("@" in copy_to.partition("://")[2].partition("/")[0] or "?" in copy_to):
+        wanted = "a plain URL: the recipe is kept in the run folder; give credentials with AWS_… variables of the nodes"
+        errors.append(UsageError(f"{source}: checkpoint.copy_to", "holds credentials or options", wanted))
     config = recipe.get("ds_config")
     if isinstance(config, str) and not config.startswith("/") and config not in ds_config_names():
         wanted = f"one of {', '.join(ds_config_names())}, or the absolute path of a DeepSpeed JSON on the nodes"
@@ -239,6 +294,9 @@ def _set(recipe: dict[str, Any], text: str) -> None:
         value = yaml.safe_load(raw) if raw else ""
     except NOT_YAML as error:
         raise UsageError(culprit, "the value is not YAML", "a number, a word, true/false, or [a, list]") from error
+    if name == "model" and isinstance(value, str):
+        recipe["model"] = model_in(value, culprit)
+        return
     *folders, last = name.split(".")
     at: Any = recipe
     for depth, part in enumerate([*folders, last]):
@@ -254,6 +312,8 @@ def _set(recipe: dict[str, Any], text: str) -> None:
         value = float(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(culprit, f"{raw!r} is no finite number", f"{_told(old)} like {old!r}")
+    if name == "micro_batch" and AUTO in (old, value):
+        old = value  # a number or this word; `_mistakes` looks at it
     if old is not None and type(old) is not type(value):
         raise UsageError(culprit, f"{value!r} is {_told(value)}", f"{_told(old)} like {old!r}")
     at[last] = value

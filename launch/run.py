@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,15 +19,15 @@ from launch.jobs import Run, find_run, list_runs
 from launch.measured import Known, remembered
 from launch.plan import Code, Job, Plan, Ports, make_plan
 from launch.planning import command_of, foresee, other_ways, told_options
-from launch.recipe import is_script, load_recipe, require_trainable, untrainable
+from launch.recipe import accumulation_of, is_script, load_recipe, require_trainable, untrainable
 from launch.site import Measured, Site, between_nodes, site_of
 from launch.supervise import Supervisor
-from launch.sync import digest_of, our_files, sync, user_files
+from launch.sync import PROJECT, digest_of, our_files, sync, user_files
 from netcheck.judge import exit_code
 from netcheck.measure.job import Level
 from netcheck.p2p import fingerprint
 from netcheck.preflight import run_preflight
-from r4090c.errors import CheckFailed, CouldNotTell, Exit, UsageError
+from r4090c.errors import CheckFailed, CouldNotTell, Exit, R4090cError, UsageError
 from r4090c.model import Cluster, Finding, Node, NodeFacts, P2pProof, PortTest, Status
 from r4090c.paths import RunPaths, SharedPaths, new_run_id
 from r4090c.remote import Fleet
@@ -127,7 +129,8 @@ def _resumed_recipe(previous: Run, name: str, wish: Wish) -> dict[str, Any]:
     """Return the recipe of the run that is resumed, with this launch's --set applied."""
     if previous.state == "running":
         raise UsageError(f"run {previous.id}", "still runs", "a run that has ended", f"r4090c stop {previous.id}")
-    if not previous.checkpoints:
+    copied = ((previous.resolved or {}).get("checkpoint") or {}).get("copy_to")
+    if not previous.checkpoints and not copied:
         observed = "has no complete checkpoint to continue from"
         raise UsageError(f"run {previous.id}", observed, "a run that has saved one", f"r4090c launch {name}   (starts anew)")
     if previous.resolved is None or previous.recipe != name:
@@ -216,15 +219,29 @@ def refuse(wish: Wish, recipe: Mapping[str, Any] | None, foreseen: Forecast | No
     return refusal(foreseen, f"{first}   ({told}; {everything} shows all that does; or launch with --anyway)")
 
 
+def require_valid(recipe: Mapping[str, Any]) -> None:
+    """Raise UsageError naming every value that the ranks would refuse. Asks train/recipe.py, in a process of its own."""
+    program = PROJECT / "train" / "recipe.py"
+    asked = [sys.executable, str(program), "--check"]
+    done = subprocess.run(asked, input=json.dumps(recipe), capture_output=True, text=True)
+    if done.returncode == Exit.USAGE and done.stdout:
+        culprit, observed, expected, _ = json.loads(done.stdout)
+        raise UsageError(culprit, observed, expected, "r4090c recipes --schema")
+    if done.returncode != 0:
+        raise R4090cError(str(program), f"ended with {done.returncode}: {done.stderr.strip()[-300:]}", "an answer")
+
+
 def dry_plan(fleet: Fleet, cluster: Cluster, wish: Wish) -> tuple[Plan, Forecast | None, CheckFailed | None]:
     """Return the plan a launch would use, its forecast, and why it would be refused; changes nothing on the nodes."""
     prepared = prepare(fleet, cluster, wish)
+    blocked = untrainable(prepared.recipe) if prepared.recipe is not None else ()
+    if prepared.recipe is not None and not blocked:
+        require_valid(prepared.recipe)
     _, facts, findings = run_preflight(fleet, cluster, prepared.nodes, level=Level.QUICK)
     if wish.gate:
         gate(findings)
     plan, site = paper_plan(cluster, prepared, facts, what_is_known(cluster, prepared.nodes, facts))
     plan, foreseen = _foreseen(plan, prepared, site)
-    blocked = untrainable(prepared.recipe) if prepared.recipe is not None else ()
     if blocked:
         plan = replace(plan, warnings=(*plan.warnings, f"launch refuses it: this version does not train {'; '.join(blocked)}"))
     return plan, foreseen, refuse(wish, prepared.recipe, foreseen)
@@ -254,6 +271,8 @@ def _plan(
         p2p=known.p2p,
         port_tests=known.port_tests,
     )
+    if prepared.recipe is not None:
+        accumulation_of(prepared.recipe, plan.world_size)  # its ranks would refuse it too, but later
     ranks = plan.world_size // len(plan.nodes)
     p2p_off = {node.name for node in plan.nodes if "NCCL_P2P_DISABLE" in node.env and node.env["NCCL_P2P_DISABLE"].value != "0"}
     used = {name: proof for name, proof in known.p2p.items() if name not in p2p_off}  # what people set goes before any proof
@@ -335,6 +354,8 @@ def start(
 
     def bring_code() -> None:
         try:
+            if prepared.recipe is not None:
+                require_valid(prepared.recipe)  # here, as it takes a quarter of a second
             synced.append(sync(fleet, names, prepared.nodes[0].paths.shared, prepared.files))
         except BaseException as error:  # noqa: BLE001 -- carried to the caller's thread
             synced.append(error)
@@ -343,6 +364,8 @@ def start(
     thread = threading.Thread(target=bring_code, daemon=True)
     thread.start()
     _, facts, findings = run_preflight(fleet, cluster, prepared.nodes, level=Level.QUICK)
+    if synced and isinstance(synced[0], UsageError):
+        raise synced[0]  # a wrong recipe: first, as it is mended before any node is
     if wish.gate:
         gate(findings)
     thread.join()

@@ -119,7 +119,8 @@ def training_of(recipe: Mapping[str, Any], ds_config: Mapping[str, Any], *, on_g
         stage=stage,
         offload_optimizer=_offloaded(zero, "offload_optimizer") and stage >= 1,
         offload_parameters=_offloaded(zero, "offload_param") and stage == 3,
-        micro_batch=_whole("micro_batch", recipe["micro_batch"], most=MOST_BATCH),
+        # auto: one sequence is what must fit
+        micro_batch=1 if recipe["micro_batch"] == "auto" else _whole("micro_batch", recipe["micro_batch"], most=MOST_BATCH),
         accumulation=_whole("gradient_accumulation", recipe["gradient_accumulation"], most=MOST_BATCH),
         sequence_length=_whole("data.sequence_length", data.get("sequence_length")) if language else 1,
         precision=_one_of("precision", precision, PRECISIONS),

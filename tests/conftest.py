@@ -12,4 +12,4 @@ for number, action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGH
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, action)
 
-pytest_plugins = ["tests.lab.fixtures", "tests.vmlab.fixtures"]
+pytest_plugins = ["tests.lab.fixtures", "tests.left_out", "tests.vmlab.fixtures"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from launch.recipe import FOLDER, recipe_names
+import pytest
+import yaml
+
+from launch.recipe import FOLDER, load_recipe, recipe_names
 from r4090c.errors import Exit
 from tests import cli
 
@@ -18,7 +22,7 @@ def test_the_list_names_all_and_says_which_train(tmp_path: Path) -> None:
     }
     assert code == Exit.OK
     assert set(rows) == set(recipe_names())
-    assert rows["tiny"] == "yes" and rows["llama13b"] == "no"
+    assert set(rows.values()) == {"yes"}
 
 
 def test_one_recipe_is_its_file_and_can_be_the_start_of_ones_own(tmp_path: Path) -> None:
@@ -34,3 +38,28 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     code, output, errors = cli.run("recipes", "llama14b", state=tmp_path)
     assert (code, output) == (Exit.USAGE, "")
     assert "did you mean llama13b?" in errors
+
+
+def test_show_is_the_same_and_takes_one(tmp_path: Path) -> None:
+    assert cli.run("recipes", "show", "tiny", state=tmp_path) == cli.run("recipes", "tiny", state=tmp_path)
+    for words in (("show",), ("show", "tiny", "llama7b"), ("tiny", "llama7b")):
+        code, output, errors = cli.run("recipes", *words, state=tmp_path)
+        assert (code, output) == (Exit.USAGE, "")
+        assert "expected: one of llama13b, " in errors
+
+
+def test_the_schema_takes_every_recipe_and_refuses_what_the_training_refuses(tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    code, output, errors = cli.run("recipes", "--schema", state=tmp_path)
+    assert code == Exit.OK, errors
+    schema = json.loads(output)
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    for name in recipe_names():
+        written = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+        assert [f"{name}: {error.message}" for error in validator.iter_errors(written)] == []
+        assert list(validator.iter_errors(load_recipe(name))) == []  # as the nodes read it
+    tiny = yaml.safe_load((FOLDER / "tiny.yaml").read_text())
+    assert validator.is_valid(tiny | {"micro_batch": "auto"})
+    for wrong in ({"micro_batch": "all"}, {"micro_batch": 0}, {"setps": 3}, {"method": "qlora8"}, {"seed": "x"}):
+        assert not validator.is_valid(tiny | wrong), wrong

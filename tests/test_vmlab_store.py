@@ -150,11 +150,15 @@ def test_the_recipe_names_no_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "runs"), [((), False), (("-m", "not slow"), False), (("-m", "vm"), True), (("-m", "vm or lab"), True)]
 )
-def test_vm_tests_run_only_when_asked_for(words: tuple[str, ...], runs: bool, tmp_path: Path) -> None:
-    (tmp_path / "test_sample.py").write_text("import pytest\n@pytest.mark.vm\ndef test_a(): pass\ndef test_b(): pass\n")
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.vmlab.fixtures", "-p", "no:cacheprovider", *words, "-c"]
+@pytest.mark.parametrize(("marker", "target"), [("vm", "make vmtest"), ("long", "make traintest")])
+def test_long_and_vm_tests_run_only_when_asked_for(
+    words: tuple[str, ...], runs: bool, marker: str, target: str, tmp_path: Path
+) -> None:
+    words = tuple(word.replace("vm", marker) for word in words)
+    (tmp_path / "test_sample.py").write_text(f"import pytest\n@pytest.mark.{marker}\ndef test_a(): pass\ndef test_b(): pass\n")
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.left_out", "-p", "no:cacheprovider", *words, "-c"]
     argv += [str(REPOSITORY / "pyproject.toml"), "--rootdir", str(tmp_path), str(tmp_path)]
     done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("1 tests left out" in done.stdout) is not runs
-    assert ("make vmtest" in done.stdout) is not runs
+    assert (target in done.stdout) is not runs

@@ -2,28 +2,30 @@
 
     checkpoints/
       step_00000020/            appears by one rename, after every rank has finished writing
-        complete                the manifest: files and sizes, step, world size, data, recipe
+        complete                the manifest: files with sizes and hashes, step, world size, data, recipe
         state/…                 DeepSpeed's own files
       step_00000040.partial/    being written, or left over from a kill
       latest                    the name of the newest complete one, for people and tools
 
-A folder that is not complete is never read, and rank 0 removes it at the next start.
+A folder that is not complete is never read, and rank 0 removes it at the next start. What is wrong on one rank ends all of
+them, with the same line.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.errors import Stop
+from train.errors import FAILED, Stop
 from train.metrics import replace_file
-from train.recipe import Recipe
+from train.recipe import Checkpoint, Recipe
+from train.storage import limited, refused, sha256_of, told_bytes
 
 STATE = "state"
 """DeepSpeed's tag: the folder below ours that it writes."""
@@ -33,6 +35,24 @@ COMPLETE = "complete"
 PARTIAL, OLD = ".partial", ".old"
 """Suffixes of a checkpoint that is being written, and of one that is being removed."""
 _OURS = re.compile(r"step_\d{8}")
+
+Files = dict[str, dict[str, Any]]
+"""Name below the checkpoint's folder -> {"bytes", "sha256"}."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks, as far as checkpoints need them. `gather(value)` returns everyone's values, in order of ranks, to everyone."""
+
+    rank: int
+    count: int
+    gather: Callable[[Any], list[Any]]
+
+
+NFS_CACHE_S = 60.0
+"""So long a client may go on believing that a new file is not there (nfs(5): acdirmax)."""
+
+ALONE = Ranks(0, 1, lambda value: [value])
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,11 @@ class Saved:
         """The optimizer step after which it was saved."""
         return int(self.manifest["step"])
 
+    @property
+    def bytes(self) -> int:
+        """What its files take."""
+        return sum(int(file["bytes"]) for file in self.manifest["files"].values())
+
 
 def folder_of(checkpoints: Path, step: int) -> Path:
     """Return the folder of the checkpoint after `step`."""
@@ -54,17 +79,16 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def read(folder: Path) -> Saved | str:
-    """Return the checkpoint in `folder`, or why it is not whole: no manifest, a state file missing or of another size.
+    """Return the checkpoint in `folder`, or why it is not whole: no manifest, a file missing or of another size.
 
-    DeepSpeed's helper scripts (*.py) beside the state are no state: somebody may well edit them.
+    Files that the manifest does not name are somebody else's. What is in the files, `find_damage` looks at.
     """
     try:
         manifest = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-        state = {name: int(size) for name, size in manifest["files"].items() if not name.endswith(".py")}
-        for name, size in state.items():
-            found = (folder / name).stat().st_size
-            if found != size:
-                return f"{name} has {found} bytes, {size} were written"
+        for name, file in manifest["files"].items():
+            found, written = (folder / name).stat().st_size, int(file["bytes"])
+            if found != written:
+                return f"{name} has {found} bytes, {written} were written"
         if folder != folder_of(folder.parent, manifest["step"]):
             return f"its manifest is of step {manifest['step']}"
         return Saved(folder, manifest)
@@ -72,6 +96,19 @@ def read(folder: Path) -> Saved | str:
         return f"{Path(str(error.filename)).name}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{COMPLETE} is not a manifest of ours"
+
+
+def find_damage(saved: Saved, part: int = 0, of: int = 1) -> str | None:
+    """Return which file is not what was written, None when all are. Of `of` ranks each reads its `part` of the files."""
+    for name in sorted(saved.manifest["files"])[part::of]:
+        try:
+            found = sha256_of(saved.folder / name)
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        written = saved.manifest["files"][name]["sha256"]
+        if found != written:
+            return f"{name} was changed: its sha256 is {found[:12]}…, {written[:12]}… was written"
+    return None
 
 
 def _finished(checkpoints: Path) -> list[Path]:
@@ -121,6 +158,49 @@ def find_start(checkpoints: Path, recipe: Recipe, world_size: int, data_sha256: 
     return newest
 
 
+def agree_on_start(
+    start: Saved | None, checkpoints: Path, check: Callable[[Saved], None], ranks: Ranks, say: Callable[[str], None] = print
+) -> Saved | None:
+    """Return the same checkpoint on every rank: rank 0's choice, or an earlier one where files of that were changed since.
+
+    On network storage another rank may still see an older folder, so rank 0 chooses. `check` raises Stop for one that the run
+    cannot continue from. Every file is read, by one of the ranks; `say` is told, on rank 0, what is left alone.
+    """
+    damaged = []
+    step = ranks.gather(start.step if start else 0)[0]
+    while step:
+        folder = folder_of(checkpoints, step)
+        saved = _read_patiently(folder)
+        seen = ranks.gather(saved if isinstance(saved, str) else None)
+        for rank, told in enumerate(seen):
+            if told:
+                expected = "the checkpoint that rank 0 continues from"
+                remedy = "put --run-dir on storage that all nodes share"
+                raise Stop(folder, f"not whole, as rank {rank} sees it: {told}", expected, remedy)
+        assert isinstance(saved, Saved)
+        check(saved)
+        told = next((told for told in ranks.gather(find_damage(saved, ranks.rank, ranks.count)) if told), None)
+        if told is None:
+            return saved
+        damaged.append(f"{folder.name}: {told}")
+        earlier = [one.step for one in all_complete(checkpoints) if one.step < step]
+        step = ranks.gather(earlier[-1] if earlier else 0)[0]
+        if ranks.rank == 0:
+            say(f"left {folder.name} alone, it is damaged: {told}")
+    if damaged:
+        remedy = "restore them from a copy, or move them away to start anew"
+        raise Stop(checkpoints, f"no checkpoint is whole ({'; '.join(damaged)})", "a whole one", remedy)
+    return None
+
+
+def _read_patiently(folder: Path) -> Saved | str:
+    """Return what `read` does, once it is good news or NFS has no excuse any more."""
+    deadline_s = time.monotonic() + (NFS_CACHE_S if folder.parent.is_dir() else 0)
+    while isinstance(saved := read(folder), str) and time.monotonic() < deadline_s:
+        time.sleep(0.5)
+    return saved
+
+
 def require_same(saved: Saved, recipe: Recipe, world_size: int, data_sha256: str) -> None:
     """Raise Stop unless a run with this world size, data and model can continue from `saved`."""
     manifest, file = saved.manifest, saved.folder / COMPLETE
@@ -129,7 +209,7 @@ def require_same(saved: Saved, recipe: Recipe, world_size: int, data_sha256: str
             file,
             f"saved by {manifest['world_size']} ranks, this run has {world_size}",
             f"{manifest['world_size']} ranks: ZeRO shards load only at the same number",
-            f"start {manifest['world_size']} ranks, or begin anew with another --run-dir",
+            f"start {manifest['world_size']} ranks, or begin anew with another --run-dir (`r4090c export` needs no ranks at all)",
         )
     if manifest["data_sha256"] != data_sha256:
         raise Stop(
@@ -138,20 +218,43 @@ def require_same(saved: Saved, recipe: Recipe, world_size: int, data_sha256: str
             "the same data, so that the run continues where it stopped",
             "give the old --data-dir and data.sources, or begin anew with another --run-dir",
         )
-    before, now = _keys_of(manifest["recipe"]["model"]), _keys_of(recipe.model.model_dump(mode="json"))
+    before, now = (_what_trains(one) for one in (manifest["recipe"], recipe.model_dump(mode="json")))
     if before != now:
         keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         raise Stop(
             file,
-            "another model: " + ", ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys),
-            "the same model",
+            "another training: " + ", ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys),
+            "the same model, adapters and optimizer",
             "restore it in the recipe, or begin anew with another --run-dir",
         )
 
 
-def _keys_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's `model` without its folder `config`; recipes of before said nothing about weights: there were none."""
-    return {"weights": None, **{key: value for key, value in model.items() if key != "config"}, **model["config"]}
+def require_same_state(saved: Saved, stage: int, precision: str) -> None:
+    """Raise Stop when the optimizer's state was divided among the ranks, or is in numbers, that this run's engine cannot load.
+
+    ZeRO stages 1 and 2 divide it alike.
+    """
+    before = saved.manifest.get("zero_stage", stage)
+    if before != stage and {before, stage} != {1, 2}:
+        remedy = "restore ds_config in the recipe, or begin anew with another --run-dir"
+        raise Stop(saved.folder / COMPLETE, f"saved under ZeRO stage {before}, this run has {stage}", f"stage {before}", remedy)
+    wanted = str(saved.manifest.get("precision", precision))
+    if wanted != precision:
+        remedy = f"set precision: {wanted} in the recipe, or begin anew with another --run-dir"
+        raise Stop(saved.folder / COMPLETE, f"saved in {wanted}, this run computes in {precision}", wanted, remedy)
+
+
+def _what_trains(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a recipe decides which tensors there are, in a checkpoint too, and what they start from: key -> value.
+
+    Recipes of before said nothing about weights and method: there were none, and all was trained.
+    """
+    model, method = recipe["model"], recipe.get("method", "full")
+    adapters = {f"lora.{key}": value for key, value in (recipe.get("lora") or {}).items()} if method != "full" else {}
+    if method != "full" and model.get("weights") is None:  # what lies beside the adapters is made of it at each start
+        adapters["seed"] = recipe["seed"]
+    told = {"family": model["family"], "weights": model.get("weights"), "method": method, **model["config"], **adapters}
+    return {**told, "optimizer.name": recipe["optimizer"]["name"]}  # its moments are in numbers of its own
 
 
 def changed_keys(saved: Saved, recipe: Recipe) -> list[str]:
@@ -163,46 +266,114 @@ def changed_keys(saved: Saved, recipe: Recipe) -> list[str]:
 def save(
     checkpoints: Path,
     step: int,
-    write_state: Callable[[Path], None],
-    barrier: Callable[[], None],
-    rank: int,
+    write_state: Callable[[Path], Files],
+    ranks: Ranks,
     manifest: dict[str, Any],
-    keep: int,
-) -> None:
-    """Save after `step`. Every rank calls this; the others go on when all have written, rank 0 then completes it.
+    rotation: Checkpoint,
+    needed_bytes: int = 0,
+    in_use: Collection[str] = (),
+) -> Path:
+    """Save after `step` and return the folder. Every rank calls this; all go on when it is complete, or raise the same Stop.
 
-    `write_state(folder)` writes this rank's files below `folder`/STATE. Only rank 0 makes, renames and removes folders.
+    `write_state(folder)` writes this rank's files below `folder`/STATE and tells them. Only rank 0 makes, renames and removes
+    folders. `needed_bytes`: an estimate for the first one. Those `in_use` are not rotated away.
     """
     folder = folder_of(checkpoints, step)
     partial = folder.with_suffix(PARTIAL)
-    if rank == 0:
+
+    def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
+        _make_room(checkpoints, needed_bytes, in_use)
         (partial / STATE).mkdir(parents=True)
-    barrier()
-    write_state(partial)
-    barrier()
-    if rank == 0:
-        _flush_to_disk(partial)
-        files = {str(file.relative_to(partial)): file.stat().st_size for file in sorted(partial.rglob("*")) if file.is_file()}
-        replace_file(partial / COMPLETE, json.dumps({"step": step, **manifest, "files": files}, indent=1))
+
+    def complete() -> None:
+        for name, file in files.items():
+            found = (partial / name).stat().st_size
+            if found != file["bytes"]:
+                expected = f"{file['bytes']}, as its rank has written"
+                remedy = "put --run-dir on storage that all nodes share"
+                raise Stop(partial / name, f"rank 0 sees {found} bytes", expected, remedy, FAILED)
+        told = {"step": step, "saved_at": round(time.time(), 3), **manifest, "files": files}
+        replace_file(partial / COMPLETE, json.dumps(told, indent=1))
         if folder.exists():
             _remove(folder)
         partial.rename(folder)
         replace_file(checkpoints / "latest", folder.name + "\n")
-        for old in all_complete(checkpoints)[:-keep]:
-            _remove(old.folder)
+        rotate(checkpoints, step, rotation, in_use)
+
+    _together(ranks, partial, lambda: _alone(begin, ranks, partial))
+    written = _together(ranks, partial, lambda: write_state(partial))
+    files = {name: file for one in written for name, file in sorted(one.items())}
+    _together(ranks, partial, lambda: _alone(complete, ranks, partial))
+    return folder
 
 
-def _flush_to_disk(folder: Path) -> None:
-    """Make sure that what was written survives a power cut before the checkpoint is called complete.
+def _alone(action: Callable[[], None], ranks: Ranks, partial: Path) -> None:
+    """Do what only rank 0 does."""
+    if ranks.rank == 0:
+        with limited(partial, "making, completing or removing folders"):
+            action()
 
-    One rank is enough: files of ranks on this machine lie in its page cache, and NFS clients flushed theirs on closing them.
+
+def _together(ranks: Ranks, partial: Path, action: Callable[[], Any]) -> list[Any]:
+    """Do a part of saving, and return what it gave on every rank. Raises the same Stop on all when it failed on one."""
+    told: tuple[str, str, str, str] | None = None
+    result = None
+    try:
+        result = action()
+    except OSError as error:
+        told = refused(error, partial).told
+    except Stop as stop:
+        told = stop.told
+    everyone = ranks.gather((told, result))
+    for rank, (told, _) in enumerate(everyone):
+        if told:
+            whole = all_complete(partial.parent)
+            if ranks.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            culprit, observed, expected, remedy = told
+            kept = f"{whole[-1].folder.name} is whole and can be continued from" if whole else "there is no earlier checkpoint"
+            raise Stop(culprit, f"{observed} (rank {rank}, saving {partial.stem})", expected, f"{remedy}; {kept}", FAILED)
+    return [result for _, result in everyone]
+
+
+def _make_room(checkpoints: Path, needed_bytes: int, in_use: Collection[str]) -> None:
+    """Raise Stop unless the disk has room for the next checkpoint. Older ones go for that, never the last whole one."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    whole = all_complete(checkpoints)
+    needed = whole[-1].bytes if whole else needed_bytes
+    older = [saved for saved in whole[:-1] if saved.folder.name not in in_use]
+    free = shutil.disk_usage(checkpoints).free
+    if free + sum(saved.bytes for saved in older) < needed:
+        observed = f"{told_bytes(free)} free, {told_bytes(needed)} needed for the next checkpoint"
+        raise Stop(checkpoints, observed, "room on the disk", "make some (df -h), or lower checkpoint.keep", FAILED)
+    while free < needed and older:
+        oldest = older.pop(0)
+        print(f"removed {oldest.folder.name} early: {told_bytes(free)} free, {told_bytes(needed)} needed", flush=True)
+        _remove(oldest.folder)
+        free = shutil.disk_usage(checkpoints).free
+
+
+def rotate(checkpoints: Path, step: int, rotation: Checkpoint, in_use: Collection[str] = ()) -> None:
+    """Remove what is too many or too old of the whole checkpoints up to `step`, which itself stays.
+
+    Later ones are left alone: the run did not continue from them, as somebody changed them.
     """
-    for file in folder.rglob("*"):
-        if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+    older = [saved for saved in all_complete(checkpoints) if saved.step < step]
+    for saved in outdated([(one, float(one.manifest["saved_at"])) for one in older], rotation, time.time()):
+        if saved.folder.name in in_use:
+            continue
+        try:
+            _remove(saved.folder)
+        except OSError as error:  # no reason to stop training: the next start removes what is left
+            print(f"{saved.folder.name} could not be removed: {refused(error, saved.folder)}", flush=True)
+
+
+def outdated(older: list[tuple[Any, float]], rotation: Checkpoint, now_s: float) -> list[Any]:
+    """Return which of the (checkpoint, time of saving), oldest first and all older than the newest, are not kept any more."""
+    beyond = len(older) - (rotation.keep - 1) if rotation.keep else 0
+    limit_s = rotation.keep_hours * 3600 if rotation.keep_hours else float("inf")
+    return [one for index, (one, saved_at_s) in enumerate(older) if index < beyond or now_s - saved_at_s > limit_s]
 
 
 def _remove(folder: Path) -> None:

@@ -50,6 +50,9 @@ def choose_precision(wanted: str, device: Device) -> str:
     return wanted
 
 
-def memory_peak_gib(device: Device) -> float | None:
-    """Return the most GPU memory this rank's tensors took so far, None on a CPU."""
-    return round(torch.cuda.max_memory_allocated() / 2**30, 3) if device.kind == "cuda" else None
+def memory_peaks_gib(device: Device) -> dict[str, float]:
+    """Return the most GPU memory this rank took so far: its tensors, and what torch keeps for them. Nothing on a CPU."""
+    if device.kind == "cpu":
+        return {}
+    peaks = {"gpu_mem_gib": torch.cuda.max_memory_allocated(), "gpu_reserved_gib": torch.cuda.max_memory_reserved()}
+    return {name: round(peak / 2**30, 3) for name, peak in peaks.items()}

@@ -10,4 +10,5 @@ class Stop(Exception):
 
     def __init__(self, culprit: object, observed: str, expected: str, remedy: str, exit_code: int = WRONG_INPUT) -> None:
         super().__init__(f"{culprit}: {observed}; expected {expected}; {remedy}".replace("\n", " "))
+        self.told = (str(culprit), observed, expected, remedy)
         self.exit_code = exit_code

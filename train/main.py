@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, NoReturn
 TREE = Path(__file__).resolve().parent.parent
 sys.path[0] = str(TREE)  # was train/: its data.py, model.py would hide other packages' modules of that name
 
-from train import checkpoint, data, startup  # noqa: E402
+from train import checkpoint, copies, feed, startup, storage  # noqa: E402
 from train.errors import Stop  # noqa: E402
 from train.metrics import Heartbeat  # noqa: E402
 from train.recipe import deepspeed_config, read_recipe  # noqa: E402
+from train.weights import find_weights  # noqa: E402
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -53,6 +54,13 @@ def main() -> NoReturn:
     except Stop as stop:
         print(f"train: {stop}", file=sys.stderr)
         code = stop.exit_code
+    except OSError as error:
+        if error.errno in storage.FULL_OR_GONE:
+            print(f"train: {storage.refused(error, Path('--run-dir'))}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+            tell_torchrun(error)
+        code = 1
     except SystemExit as leave:  # argparse
         code = leave.code if isinstance(leave.code, int) else 1
     except BaseException as error:  # noqa: BLE001  (the edge of the process)
@@ -76,14 +84,23 @@ def run(arguments: argparse.Namespace) -> None:
     recipe = read_recipe(arguments.recipe)
     if arguments.steps:
         recipe = recipe.model_copy(update={"steps": arguments.steps})
+    recipe = recipe.divided(world_size)
+    if rank == 0 and recipe.checkpoint.copy_to:
+        copies.check_url(recipe.checkpoint.copy_to)
+    weights = find_weights(recipe.model, arguments.data_dir.parent / "models")
+    prepared, held_out = (
+        feed.find_data(wanted, recipe.model, arguments.data_dir, prepares=rank == 0, timeout_s=timeout_s) if wanted else None
+        for wanted in (recipe.data, recipe.eval.data if recipe.eval.every_steps else None)
+    )
+    assert prepared is not None
+    feed.require_same_tokenizer(prepared, weights)
     if rank == 0:
-        prepared = data.prepare(recipe.data, arguments.data_dir)
+        if held_out and held_out.sha256 == prepared.sha256:
+            print("notice   eval.data is the data that is trained on: eval_loss says nothing about new text", flush=True)
         for name in checkpoint.remove_half_ones(checkpoints):
             print(f"removed {name}: a checkpoint that was not finished", flush=True)
         for name, why in checkpoint.all_damaged(checkpoints).items():
             print(f"left {name} alone, it is damaged: {why}", flush=True)
-    else:
-        prepared = data.wait_until_prepared(recipe.data, arguments.data_dir, timeout_s)
     start = checkpoint.find_start(checkpoints, recipe, world_size, prepared.sha256)
 
     watch.lap("files")
@@ -95,9 +112,16 @@ def run(arguments: argparse.Namespace) -> None:
     heartbeat.beat("init")
     place = loop.Place(rank, local_rank, world_size)
     loop.join_ranks(device, timeout_s)
-    start = loop.agree_on_start(start, checkpoints)
     watch.lap("ranks")
-    engine = loop.build_engine(recipe, config, place)
+    ranks, copy_to = loop.all_ranks(place), recipe.checkpoint.copy_to
+    if recipe.resume and copy_to and not ranks.gather(start)[0]:
+        url = copies.url_of(copy_to, run_dir.name)
+        start = copies.restore_together(url, checkpoints, ranks, lambda: heartbeat.beat("init"))
+    start = checkpoint.agree_on_start(
+        start, checkpoints, lambda saved: checkpoint.require_same(saved, recipe, world_size, prepared.sha256), ranks
+    )
+    watch.lap("checkpoint")
+    engine, recipe = loop.build_engine(recipe, config, weights, place, device, precision)
     watch.lap("engine")
     if rank == 0:
         print(loop.describe(recipe, engine, place, device, precision, prepared))
@@ -105,7 +129,7 @@ def run(arguments: argparse.Namespace) -> None:
         if start:
             changed = ", ".join(checkpoint.changed_keys(start, recipe)) or "nothing"
             print(f"resume   after step {start.step}; changed in the recipe since: {changed}", flush=True)
-    loop.train(recipe, engine, run_dir, prepared, place, device, start, heartbeat)
+    loop.train(recipe, engine, run_dir, prepared, place, device, start, heartbeat, held_out=held_out, profiled=arguments.profile)
     loop.leave_ranks(device)
 
 
@@ -146,6 +170,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, required=True, metavar="FOLDER", help="what the run writes goes here; shared")
     parser.add_argument("--data-dir", type=Path, required=True, metavar="FOLDER", help="prepared data is kept here; shared")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="train so many steps instead of the recipe's")
+    parser.add_argument("--profile", action="store_true", help="trace some steps into the run folder's profile/")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # some launchers add it
     return parser.parse_args()
 

@@ -6,8 +6,10 @@ Nothing is ever half there: a heartbeat is replaced as a whole, a line of metric
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,27 +65,43 @@ class Metrics:
 
 def metrics_line(
     step: int,
-    tokens_per_step: int,
+    unit: str,
+    units_per_step: int,
     loss: float,
     grad_norm: float,
     lr: float,
     step_time_s: float,
-    data_time_s: float,
-    gpu_mem_gib: float | None,
+    times_s: Mapping[str, float],
+    peaks_gib: Mapping[str, float] | None = None,
+    mfu: float | None = None,
+    power_w: float = math.nan,
 ) -> dict[str, Any]:
-    """Return one line of metrics.jsonl (contract, pinned by tests/golden/metrics.jsonl); `tokens` counts from step 1."""
+    """Return one line of metrics.jsonl (contract, pinned by tests/golden/metrics*.jsonl).
+
+    `tokens` (or `images`: `unit` names both keys) counts from step 1, over all ranks, like the rate. Times are rank 0's: of
+    `data`, `forward`, `backward`, `comm`, `optimizer` and, where collectives run beside them, `comm_overlap` (train/timing.py);
+    the first five make up the step. Absent is what is not known here: gpu_mem_gib (of tensors) and gpu_reserved_gib, rank 0's
+    peaks so far; mfu (train/flops.py); power_w, of all GPUs of the run together, and tokens_per_s_per_w.
+    """
+    rate = units_per_step / step_time_s
     line = {
         "step": step,
-        "tokens": step * tokens_per_step,
+        unit: step * units_per_step,
         "loss": loss,
         "grad_norm": grad_norm,
         "lr": lr,
         "step_time_s": round(step_time_s, 6),
-        "data_time_s": round(data_time_s, 6),
-        "tokens_per_s": round(tokens_per_step / step_time_s, 1),
+        "data_time_s": round(times_s["data"], 6),
+        f"{unit}_per_s": round(rate, 1),
         "time": round(time.time(), 3),
     }
-    return line if gpu_mem_gib is None else {**line, "gpu_mem_gib": gpu_mem_gib}
+    line |= {f"{part}_time_s": round(seconds, 6) for part, seconds in times_s.items() if part != "data"}
+    line |= peaks_gib or {}
+    if mfu is not None:
+        line["mfu"] = round(mfu, 4)
+    if math.isfinite(power_w) and power_w > 0:
+        line |= {"power_w": round(power_w, 1), f"{unit}_per_s_per_w": round(rate / power_w, 4)}
+    return line
 
 
 def keep_until(text: str, step: int) -> str:

@@ -59,6 +59,7 @@ optimizer = torch.optim.AdamW(
     ],
     lr=opt["lr"],
     betas=tuple(opt["betas"]),
+    fused=True,  # as transformers' Trainer has it
 )
 with open(args.ds_config) as f:
     config = json.load(f)

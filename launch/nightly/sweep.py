@@ -49,7 +49,7 @@ class _Rates:
         self.rates: list[float] = []
 
     def metrics(self, line: Mapping[str, Any]) -> None:
-        self.rates.append(float(line["tokens_per_s"]))
+        self.rates.append(float(line["images_per_s"] if "images_per_s" in line else line["tokens_per_s"]))
 
     def log(self, line: str) -> None:
         return

@@ -27,8 +27,11 @@ from r4090c.errors import Exit, R4090cError
 COMMANDS: dict[str, str] = {
     "bench": "measure collectives by themselves",
     "checks": "show every check, what it expects and why",
+    "data": "prepare text for training",
     "demo": "train on two nodes on this machine, without root or GPU",
     "env": "show the environment of the ranks, and why",
+    "eval": "tell a run's loss on held-out data",
+    "export": "turn a run's checkpoint into a folder that transformers or peft loads",
     "facts": "show what is true on every node",
     "jobs": "list runs and their state",
     "launch": "train a recipe or your own script on the cluster",

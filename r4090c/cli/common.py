@@ -62,8 +62,8 @@ def styled(text: str, **style: Any) -> str:
 
 
 TAKE_CLUSTER = (
-    *("bench", "checks", "env", "facts", "jobs", "launch", "lock", "logs", "nightly", "nodes", "plan", "preflight", "provision"),
-    *("stop", "topology"),
+    *("bench", "checks", "env", "eval", "export", "facts", "jobs", "launch", "lock", "logs", "nightly", "nodes", "plan"),
+    *("preflight", "provision", "stop", "topology"),
 )
 _given: list[str] = []
 """The `--cluster FILE` of this process, once it was asked for."""

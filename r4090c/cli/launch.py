@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from launch.plan import Plan
     from launch.supervise import Supervisor
 
+PROFILE = "profile  "
+"""Rank 0 begins with it what `--profile` is to tell (train/profiling.py)."""
+
 
 @click.command("launch", context_settings={"ignore_unknown_options": False})
 @click.argument("target")
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
     metavar="[RUN]",
     help="Continue from the last complete checkpoint of RUN [default: the recipe's last run].",
 )
+@click.option("--profile", is_flag=True, help="Trace some steps, and tell what share of the communication is hidden (recipes).")
 @click.option("--detach", is_flag=True, help="Return once the ranks are started; see `r4090c jobs`.")
 @click.option("--dry-run", is_flag=True, help="Print the exact argv, environment and CPU set of every rank; start nothing.")
 @click.option("--no-gate", is_flag=True, help="Launch although the quick preflight says the nodes are not fit.")
@@ -80,6 +84,7 @@ def command(
     env: tuple[str, ...],
     code: Path | None,
     resume: str | None,
+    profile: bool,
     detach: bool,
     dry_run: bool,
     no_gate: bool,
@@ -99,9 +104,14 @@ def command(
       r4090c launch ./my_script.py --nodes node01,node03 -- --epochs 3
       r4090c launch tiny --dry-run
     """
+    from launch.recipe import is_script
     from launch.run import Wish, dry_plan, start
     from r4090c.remote import Fleet
 
+    if profile:
+        if is_script(target):
+            raise UsageError("--profile", f"{target} is a script of your own", "a recipe", "torch.profiler in your script")
+        args = (*args, "--profile")
     cluster = load(cluster_file)
     chosen = choose_nodes(cluster, nodes)
     named = nodes is not None
@@ -207,7 +217,7 @@ def follow_attempt(
         "first_loss": view.first.get("loss"),
         "last_loss": view.last.get("loss"),
         "last_step": view.last.get("step"),
-        "tokens_per_s": view.rate(),
+        f"{unit_of(view.last)}_per_s": view.rate(),
         "cause": None if outcome.cause is None else asdict(outcome.cause),
     }
     if outcome.outcome != "done":
@@ -242,11 +252,18 @@ def number_in(line: Mapping[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
+def unit_of(line: Mapping[str, Any]) -> str:
+    """Return what the rate of a metrics line counts."""
+    return "images" if "images_per_s" in line else "tokens"
+
+
 def told_in(line: Mapping[str, Any]) -> str:
-    """Return loss and rate of a metrics line, as far as it has them."""
-    loss, rate = number_in(line, "loss"), number_in(line, "tokens_per_s")
+    """Return loss, rate and held-out loss of a metrics line, as far as it has them."""
+    unit = unit_of(line)
+    loss, rate, held_out = number_in(line, "loss"), number_in(line, f"{unit}_per_s"), number_in(line, "eval_loss")
     told = [f"loss {loss:.4f}"] if loss is not None else []
-    return "  ".join([*told, *([f"{rate:,.0f} tokens/s"] if rate is not None else [])])
+    told += [f"{rate:,.0f} {unit}/s"] if rate is not None else []
+    return "  ".join([*told, *([f"eval_loss {held_out:.4f}"] if held_out is not None else [])])
 
 
 def told_of(event: Mapping[str, Any]) -> str:
@@ -273,7 +290,7 @@ class _View:
         return None
 
     def rate(self) -> float | None:
-        """Return the median tokens/s, the first step left out when there are others."""
+        """Return the median tokens/s (or images/s), the first step left out when there are others."""
         rates = sorted(self._rates[1:] or self._rates)
         return rates[len(rates) // 2] if rates else None
 
@@ -284,7 +301,7 @@ class _View:
             return False
         self.first = self.first or dict(line)
         self.last = dict(line)
-        rate = number_in(line, "tokens_per_s")
+        rate = number_in(line, f"{unit_of(line)}_per_s")
         if rate is not None:
             self._rates.append(rate)
         return True
@@ -293,7 +310,7 @@ class _View:
         """Return how the loss went and the rate; a script of the user's own may tell neither."""
         first, last, rate = number_in(self.first, "loss"), number_in(self.last, "loss"), self.rate()
         told = [f"loss {first:.4f} → {last:.4f}"] if first is not None and last is not None else []
-        return ", ".join([*told, *([f"{rate:,.0f} tokens/s"] if rate is not None else [])]) or "no loss told"
+        return ", ".join([*told, *([f"{rate:,.0f} {unit_of(self.last)}/s"] if rate is not None else [])]) or "no loss told"
 
     def note_start(self, event: Mapping[str, Any]) -> None:
         """Take the lead's start as the beginning of this attempt."""
@@ -303,7 +320,7 @@ class _View:
     def left_s(self) -> float | None:
         """Return the estimated seconds to the last step."""
         rate = self.rate()
-        tokens = number_in(self.last, "tokens")
+        tokens = number_in(self.last, unit_of(self.last))
         if not rate or not self.plan.steps or tokens is None:
             return None
         per_step = tokens / max(1, int(self.last["step"]))
@@ -325,7 +342,7 @@ class _Plain(_View):
             click.echo(f"step {line['step']}{of}  {told_in(line)}{rest}", err=self._err)
 
     def log(self, line: str) -> None:
-        if self.plan.steps is None:
+        if self.plan.steps is None or line.startswith(PROFILE):
             click.echo(line, err=self._err)
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -368,7 +385,8 @@ class _Bar(_View):
             self._bar.update(self._task, completed=line["step"], told=f"{told_in(line)}{rest}")
 
     def log(self, line: str) -> None:
-        return
+        if line.startswith(PROFILE):
+            self._bar.console.print(line, soft_wrap=True, markup=False)
 
     def event(self, event: Mapping[str, Any]) -> None:
         self.note_start(event)

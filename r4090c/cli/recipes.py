@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import click
 
 from r4090c.cli.common import json_option, out, print_json
+from r4090c.errors import R4090cError, UsageError
 
 SCHEMA = "r4090c.recipes/1"
 WIDTH_MAX = 120
@@ -14,10 +18,11 @@ WIDTH_MAX = 120
 
 
 @click.command("recipes")
-@click.argument("target", metavar="[RECIPE]", required=False)
+@click.argument("words", metavar="[show] [RECIPE]", nargs=-1)
+@click.option("--schema", is_flag=True, help="Print the JSON Schema of a recipe, for editors that complete and check.")
 @json_option
-def command(target: str | None, as_json: bool) -> None:
-    """List the recipes, or print one: to read it, or as the start of your own.
+def command(words: tuple[str, ...], schema: bool, as_json: bool) -> None:
+    """List the recipes, or print one (`show` may be left out): to read it, or as the start of your own.
 
     A recipe of your own is a .yaml file: `plan` and `launch` take its path in place of a name. Every key can be changed for one
     run by `--set KEY=VALUE`, those inside others with a dot: `--set optimizer.lr=1e-4`.
@@ -25,11 +30,22 @@ def command(target: str | None, as_json: bool) -> None:
     \b
     Examples:
       r4090c recipes
-      r4090c recipes llama7b > mine.yaml
+      r4090c recipes show llama7b > mine.yaml
       r4090c plan mine.yaml --assume 1x8x4090
+      r4090c recipes --schema > recipe.schema.json
+    and as the first line of mine.yaml:
+      # yaml-language-server: $schema=recipe.schema.json
     """
     from launch.recipe import FOLDER, load_recipe, recipe_names, untrainable
 
+    if schema:
+        print_json(_schema())
+        return
+    names = words[1:] if words[:1] == ("show",) else words
+    if len(names) > 1 or (words and not names):
+        known = ", ".join(recipe_names())
+        raise UsageError(" ".join(words), f"{len(names) or 'no'} recipes", f"one of {known}, or a .yaml file", "r4090c recipes")
+    target = names[0] if names else None
     if target is not None:
         recipe = load_recipe(target)
         if as_json:
@@ -43,6 +59,17 @@ def command(target: str | None, as_json: bool) -> None:
         print_json({"schema": SCHEMA, "recipes": recipes})
         return
     _show([(recipe, untrainable(recipe)) for recipe in recipes])
+
+
+def _schema() -> Any:
+    """Return the schema, of which train/ alone knows: it is asked in a process of its own."""
+    from launch.recipe import FOLDER
+
+    asked = FOLDER.parent / "recipe.py"
+    done = subprocess.run([sys.executable, str(asked)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise R4090cError(str(asked), f"ended with {done.returncode}: {done.stderr.strip()[-300:]}", "the schema")
+    return json.loads(done.stdout)
 
 
 def _show(found: list[tuple[dict[str, Any], tuple[str, ...]]]) -> None:

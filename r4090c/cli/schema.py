@@ -11,6 +11,8 @@ from r4090c.cli.common import print_json
 def command() -> None:
     """Print the JSON Schema (draft 2020-12) of cluster.yaml, for editors that complete and check while you type.
 
+    That of a recipe: `r4090c recipes --schema`.
+
     \b
     Examples:
       r4090c schema > cluster.schema.json

@@ -113,13 +113,14 @@ def sshd_path() -> str | None:
 
 
 def python_folders(python: str) -> list[Path]:
-    """Return every folder that `python` needs to run: its environment's and its installation's."""
-    question = "import json, os, sys; print(json.dumps([sys.prefix, sys.base_prefix, os.path.realpath(sys.executable)]))"
+    """Return every folder that `python` needs to run: its environment's, its installation's, and where else it imports from."""
+    asked = "[sys.prefix, sys.base_prefix, os.path.realpath(sys.executable), *filter(os.path.isdir, sys.path[1:])]"
+    question = f"import json, os, sys; print(json.dumps({asked}))"
     done = subprocess.run([python, "-c", question], capture_output=True, text=True, env=ENVIRONMENT)
     if done.returncode != 0:
         raise LabError(f"{python} does not run: {done.stderr.strip()}")
-    prefix, base_prefix, executable = map(Path, json.loads(done.stdout))
-    return [Path(python).parent, prefix, base_prefix, executable.parent]
+    prefix, base_prefix, executable, *others = map(Path, json.loads(done.stdout))
+    return [Path(python).parent, prefix, base_prefix, executable.parent, *others]
 
 
 def kept_below(mount_point: str, wanted: Iterable[Path]) -> list[Path]:

@@ -186,7 +186,7 @@ def measured(trainings: Sequence[Training], ranks: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.train
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_deepspeed_engines_hold() -> None:
     """Two gloo ranks: what stays after a step, the backward pass's peak and the step's peak are what the parts say."""
     kinds = [(2, "bf16", 2), (2, "bf16", 1), (2, "fp32", 2), (1, "bf16", 2), (0, "bf16", 1), (3, "bf16", 1), (3, "fp32", 1)]

@@ -13,7 +13,19 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.recipe import FOLDER, OPTIONAL, REQUIRED, is_script, load_ds_config, load_recipe, recipe_names
+from launch.recipe import (
+    FOLDER,
+    OPTIONAL,
+    REQUIRED,
+    accumulation_of,
+    is_script,
+    load_ds_config,
+    load_recipe,
+    recipe_names,
+    untrainable,
+)
+from launch.run import require_valid
+from launch.training import training_of
 from r4090c.errors import InputErrors, UsageError
 
 
@@ -47,6 +59,16 @@ def test_set_changes_values_of_every_kind() -> None:
     assert (recipe["model"]["config"]["hidden_size"], recipe["model"]["config"]["use_cache"]) == (64, True)
     assert recipe["ds_config"] == "/etc/ds/my.json"
     assert load_recipe("tiny")["steps"] != 20  # nothing is remembered
+
+
+def test_the_micro_batch_is_a_number_or_auto() -> None:
+    auto = load_recipe("tiny", ["micro_batch=auto", "global_batch=16"])
+    assert (auto["micro_batch"], auto["global_batch"]) == ("auto", 16)
+    assert load_recipe("tiny", ["micro_batch=8"], base=auto)["micro_batch"] == 8
+    for wrong in ("many", "0", "2.5", "[1]"):
+        for base in (None, auto):
+            with pytest.raises(UsageError, match="micro_batch"):
+                load_recipe("tiny", [f"micro_batch={wrong}"], base=base)
 
 
 @pytest.mark.parametrize(
@@ -235,3 +257,86 @@ def test_unknown_keys_and_configurations_that_do_not_exist_are_refused_here_and_
 def test_the_keys_are_those_of_the_recipe_the_training_side_reads() -> None:
     golden = json.loads((Path(__file__).parent.parent / "golden" / "recipe-tiny.json").read_text())
     assert set(golden) == set(REQUIRED) | set(OPTIONAL)
+
+
+def test_credentials_do_not_get_into_a_recipe() -> None:
+    recipe = load_recipe("tiny", ["checkpoint.copy_to=s3://bucket/prefix", "checkpoint.keep_hours=12"])
+    assert recipe["checkpoint"]["copy_to"] == "s3://bucket/prefix"
+    assert recipe["checkpoint"]["keep_hours"] == 12.0
+    for url in ("s3://someone:hidden@bucket/prefix", "s3://bucket/prefix?key=hidden"):
+        with pytest.raises(UsageError, match=r"--set checkpoint\.copy_to: holds credentials or options") as caught:
+            load_recipe("tiny", [f"checkpoint.copy_to={url}"])
+        assert "hidden" not in str(caught.value)
+
+
+QWEN = {"model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+QWEN |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_a_models_folder_stands_for_what_its_configuration_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "config.json").write_text(json.dumps(QWEN))
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("llama7b", ["model=qwen", "model.config.use_cache=true"])
+    assert (recipe["model"]["family"], recipe["model"]["weights"]) == ("qwen3", str(tmp_path / "qwen"))
+    expected = {key: value for key, value in QWEN.items() if key not in ("model_type", "torch_dtype")} | {"use_cache": True}
+    assert recipe["model"]["config"] == expected
+    assert untrainable(recipe) == ()
+    training = training_of(recipe, load_ds_config(recipe))
+    assert training.shape.parameters == 2 * (2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 32) + 300 * 64 + 64
+
+    own = load_recipe("llama7b") | {"model": "qwen", "name": "mine"}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(own))
+    assert load_recipe("mine.yaml", ["model.config.use_cache=true"])["model"] == recipe["model"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "config.json: No such file or directory"),
+        ("[]", "config.json: no JSON with model_type"),
+        ("{", "config.json: no JSON with model_type"),
+        ('{"vocab_size": 3}', "config.json: no JSON with model_type"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_told(content: str | None, told: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UsageError) as caught:
+        load_recipe("llama7b", [f"model={tmp_path}"])
+    assert told in str(caught.value) and "at this path here and on the nodes" in str(caught.value)
+
+
+def test_a_family_that_does_not_train_is_told_with_those_that_do(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma9", "vocab_size": 300}))
+    assert untrainable(load_recipe("llama7b", [f"model={tmp_path}"])) == (
+        "model.family gemma9 (only llama or mistral or qwen2 or qwen3 or resnet)",
+    )
+
+
+def test_what_the_ranks_would_refuse_is_told_before_they_start() -> None:
+    require_valid(load_recipe("resnet50"))
+    sets = ["optimizer.lr=-1", "checkpoint.every_steps=0", "kernels.attention=falsh", "eval.every_steps=5"]
+    with pytest.raises(UsageError) as told:
+        require_valid(load_recipe("tiny", sets))
+    assert told.value.culprit == "recipe tiny"
+    for key in ("optimizer.lr", "checkpoint.every_steps", "kernels.attention", "eval: every_steps needs data"):
+        assert key in told.value.observed
+    with pytest.raises(UsageError, match=r"loss_spike: 0\.5 stops every run") as told:
+        require_valid(load_recipe("tiny", ["loss_spike=0.5"]))
+    assert "hidden_size" not in told.value.observed  # the mistake, not the whole recipe
+
+
+def test_the_micro_steps_follow_from_the_global_batch() -> None:
+    assert accumulation_of(load_recipe("tiny"), 2) == 2
+    assert accumulation_of(load_recipe("tiny", ["global_batch=24"]), 4) == 3
+    assert accumulation_of(load_recipe("tiny", ["global_batch=24", "micro_batch=auto"]), 4) == 6
+    with pytest.raises(UsageError, match="24 sequences a step: 5 ranks of micro_batch 2") as told:
+        accumulation_of(load_recipe("tiny", ["global_batch=24"]), 5)
+    assert told.value.expected == "a multiple of 10"

@@ -213,7 +213,8 @@ def test_failures_are_told_and_end_at_once(workshop: Path) -> None:
     ran = finish([sys.executable, *arguments(workshop, "wild", wild)])
     assert ran.returncode == 1
     last = ran.stderr.splitlines()[-1]
-    assert re.match(r"train: step \d: (loss|gradient norm) is (nan|inf) at learning rate .*; lower optimizer.lr", last)
+    assert re.match(r"train: step \d: (loss|gradient norm) is (nan|inf) at learning rate .*look at .* lower optimizer.lr", last)
+    assert re.search(r"worst at positions \d+ to \d+ of the data's order \(rank 0; sequences \d+, \d+\)", last)
     assert "Traceback" not in ran.stderr
     assert len(metrics(workshop, "wild")) < 8
 

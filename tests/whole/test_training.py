@@ -64,6 +64,19 @@ def test_the_loss_falls_over_two_nodes_and_nothing_is_left(lab4: Lab, two_nodes:
     assert left_running(lab4) == []
 
 
+def test_what_was_trained_is_exported_on_a_node(lab4: Lab, state: Path, two_nodes: dict[str, Any]) -> None:
+    cluster = ("--cluster", str(lab4.cluster_file))
+    told = cli.run_json("export", two_nodes["run_id"], *cluster, state=state)
+    assert isinstance(told, dict)
+    assert (told["kind"], told["step"], told["out"]) == ("model", STEPS, f"{two_nodes['run_dir']}/export")
+    assert {"config.json", "model.safetensors", "r4090c.json"} <= {path.name for path in Path(told["out"]).iterdir()}
+    code, _, errors = cli.run("export", two_nodes["run_id"], *cluster, state=state)
+    assert code == 2
+    assert f"{told['out']}: is there already" in errors
+    assert "Traceback" not in errors
+    assert left_running(lab4) == []
+
+
 def test_two_ranks_on_one_node_give_the_same_losses(lab4: Lab, state: Path, two_nodes: dict[str, Any]) -> None:
     alone = launched(lab4, state, "--nodes", "node03", "--nproc-per-node", "2", *SETS)
     assert losses(alone["run_dir"]) == losses(two_nodes["run_dir"])

@@ -1,0 +1,49 @@
+"""Exporting from the controller: what the program on the other side tells becomes our result or our error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.export import EXPORT, _follow, run_here
+from launch.jobs import Run
+from launch.recipe import load_recipe
+from launch.run import Wish, _resumed_recipe
+from r4090c.errors import Exit, R4090cError, UsageError
+
+
+def test_a_mistake_of_the_user_is_told_as_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no checkpoints"):
+        run_here(EXPORT, tmp_path, [], print)
+    (tmp_path / "checkpoints").mkdir()
+    said: list[str] = []
+    with pytest.raises(UsageError) as caught:  # by train/export.py, before it imports any library
+        run_here(EXPORT, tmp_path, ["--merged"], said.append)
+    assert (caught.value.culprit, caught.value.observed) == (str(tmp_path / "checkpoints"), "no checkpoint yet")
+    assert caught.value.exit_code == Exit.USAGE
+
+
+def test_what_the_program_says_is_followed() -> None:
+    said: list[str] = []
+    lines = ['{"doing": "reading"}', "a library's warning", "[1, 2]", '{"result": {"out": "/x"}}']
+    assert _follow(lines, lambda: 0, said.append, "here") == {"out": "/x"}
+    assert said == ["reading"]
+    with pytest.raises(R4090cError, match="disk: full") as caught:
+        _follow([json.dumps({"error": ["disk", "full", "room", "df -h"], "exit_code": 1})], lambda: 1, print, "here")
+    assert caught.value.exit_code == Exit.FAILED
+    with pytest.raises(R4090cError, match=r"ended with -9: last words"):
+        _follow(["last words"], lambda: -9, print, "here")
+
+
+def test_a_run_without_a_checkpoint_here_is_resumed_from_its_copy() -> None:
+    def ended(recipe: dict[str, Any]) -> Run:
+        plan: dict[str, Any] = {}
+        return Run("tiny-1", "lost", "tiny", ("node01",), "/runs/tiny-1", 1, 3, 40, "", None, plan, recipe, ())
+
+    with pytest.raises(UsageError, match="has no complete checkpoint"):
+        _resumed_recipe(ended(load_recipe("tiny")), "tiny", Wish("tiny"))
+    copied = load_recipe("tiny", ["checkpoint.copy_to=s3://bucket/prefix"])
+    assert _resumed_recipe(ended(copied), "tiny", Wish("tiny"))["checkpoint"]["copy_to"] == "s3://bucket/prefix"
