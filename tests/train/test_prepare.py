@@ -507,7 +507,7 @@ def test_a_folder_goes_on_from_its_journal_and_ends_the_same(tmp_path: Path) -> 
 def test_a_killed_run_leaves_nobody_behind_and_goes_on(toys: Path, tmp_path: Path) -> None:
     folder = toy_tokenizers.words(toys / "words again")
     text = " ".join(toy_tokenizers.CORPUS * 20)
-    file = write_lines(tmp_path / "a.jsonl", [{"text": text}] * (40_000_000 // len(text)))
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text}] * (120_000_000 // len(text)))
     command = [*PROGRAM, str(file), "--tokenizer", str(folder), "--out", str(tmp_path / "out"), "--workers", "2"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     journal = tmp_path / ".out.partial" / "journal.json"
