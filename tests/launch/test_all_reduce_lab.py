@@ -19,7 +19,7 @@ from r4090c.errors import Exit
 from tests.lab import Lab
 from tests.test_preflight import r4090c
 
-pytestmark = [pytest.mark.lab, pytest.mark.train, pytest.mark.long]
+pytestmark = [pytest.mark.lab, pytest.mark.train, pytest.mark.slow]
 
 WITHIN = 0.15
 RUNS = 3

@@ -311,7 +311,7 @@ def test_a_restore_keeps_the_other_ranks_and_its_failure_reaches_them(tmp_path: 
 
 
 @pytest.mark.train
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_lost_run_folder_is_restored_and_trained_on_to_the_same_digits(tmp_path: Path, s3: str) -> None:
     from tests.train.test_training import TORCHRUN, arguments, finish, losses, metrics, small_recipe
 

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu_check.sh"
 
 if importlib.util.find_spec("deepspeed") is None or not SCRIPT.exists():
     pytest.skip("needs the extra `train`, and bench/", allow_module_level=True)
-pytestmark = [pytest.mark.train, pytest.mark.slow]
+pytestmark = [pytest.mark.train, pytest.mark.long]
 
 
 def check(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
