@@ -40,6 +40,8 @@ TOKENIZER_FILES = (
 """What transformers reads besides config.json and weights."""
 SHARD = "5GB"
 """Size of a safetensors file, as transformers and the Hub have it."""
+OF_DEEPSPEED = ("deepspeed.runtime.", "deepspeed.utils.tensor_fragment.")
+"""Modules whose classes its shards hold beside tensors: ZeroStageEnum, LossScaler, fragment_address (0.19.8)."""
 
 Say = Callable[[str], None]
 
@@ -121,7 +123,13 @@ def export(run: Path, models: Path, data_dir: Path, out: Path, *, merged: bool, 
 
 
 def trained_weights(saved: Saved, recipe: Recipe) -> dict[str, Any]:
-    """Return what the checkpoint holds of the weights: name -> tensor, in the precision of the training."""
+    """Return what the checkpoint holds of the weights: name -> tensor, in the precision of the training.
+
+    Raises Stop for a checkpoint that is more than tensors and DeepSpeed's own classes: it may be of somebody else's run, and
+    unpickling runs what it names.
+    """
+    import pickle
+
     import torch
 
     from train.model import DTYPES
@@ -129,7 +137,15 @@ def trained_weights(saved: Saved, recipe: Recipe) -> dict[str, Any]:
     state = saved.folder / checkpoint.STATE
     whole = state / "mp_rank_00_model_states.pt"
     if whole.exists():  # ZeRO up to stage 2: rank 0 has all that it computes with
-        return dict(torch.load(whole, map_location="cpu", mmap=True, weights_only=False)["module"])
+        try:
+            return dict(torch.load(whole, map_location="cpu", mmap=True, weights_only=True)["module"])
+        except pickle.UnpicklingError as error:
+            raise _foreign(whole, str(error).splitlines()[0]) from None
+    for shard in sorted(state.glob("*.pt")):  # DeepSpeed unpickles these whatever they name
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(str(shard))
+        foreign = [name for name in named if not name.startswith(OF_DEEPSPEED)]
+        if foreign:
+            raise _foreign(shard, f"names {', '.join(foreign[:3])}")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     found = get_fp32_state_dict_from_zero_checkpoint(
@@ -137,6 +153,10 @@ def trained_weights(saved: Saved, recipe: Recipe) -> dict[str, Any]:
     )
     dtype = DTYPES[saved.manifest["precision"]]
     return {name: tensor.to(dtype) for name, tensor in found.items()}
+
+
+def _foreign(file: Path, observed: str) -> Stop:
+    return Stop(file, observed, "tensors, and classes of DeepSpeed", "do not load it: it would run code that no checkpoint has")
 
 
 def _write_model(out: Path, state: dict[str, Any], recipe: Recipe, weights: Weights | None, precision: str) -> dict[str, Any]:
