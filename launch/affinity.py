@@ -119,8 +119,8 @@ def _threads_and_workers(cores: int) -> tuple[int, int]:
     return max(1, min(MAX_OMP_THREADS, left - workers)), workers
 
 
-def rank_numa(gpus: Sequence[Gpu], nproc: int, visible: Sequence[str] | None = None) -> tuple[int | None, ...]:
-    """Return the NUMA node of each rank's GPU; None where it is not known. Rank k drives the k-th visible GPU in PCI order.
+def rank_gpus(gpus: Sequence[Gpu], nproc: int, visible: Sequence[str] | None = None) -> tuple[Gpu | None, ...]:
+    """Return each rank's GPU; None where it is not known. Rank k drives the k-th visible GPU in PCI order.
 
     `visible`: what CUDA_VISIBLE_DEVICES lists, indices in PCI order or beginnings of UUIDs; None = all. As CUDA does, the
     list ends at the first entry that is no GPU.
@@ -138,7 +138,12 @@ def rank_numa(gpus: Sequence[Gpu], nproc: int, visible: Sequence[str] | None = N
                 break
             chosen += found
         by_pci = chosen
-    return tuple(by_pci[rank].numa if rank < len(by_pci) else None for rank in range(nproc))
+    return tuple(by_pci[rank] if rank < len(by_pci) else None for rank in range(nproc))
+
+
+def rank_numa(gpus: Sequence[Gpu], nproc: int, visible: Sequence[str] | None = None) -> tuple[int | None, ...]:
+    """Return the NUMA node of each rank's GPU (see `rank_gpus`); None where it is not known."""
+    return tuple(None if gpu is None else gpu.numa for gpu in rank_gpus(gpus, nproc, visible))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ Standard library only, Python >= 3.8: it is run by the node's own python3. One p
   the lead, the lead tells all; a peer that is silent for `lease_s` is lost; so an attempt ends everywhere also when the
   controller is gone;
 - reads back from /proc what the kernel says of each rank once it is the script, and tells where that is not the plan;
+- holds the leases of its ranks' GPUs from before anything starts until nothing of it is left (leases.py beside this file);
+- sees when a rank beats no more, looks at where the ranks here stand, and ends the attempt (hang.py beside this file);
 - ends what it started by TERM, a grace, then KILL: by descent, never by name; torchrun and the ranks carry PR_SET_PDEATHSIG,
   so that a killed agent takes them along;
 - touches the shared run folder from threads only: a hung NFS must not stop it. Its own state is in a node-local folder.
@@ -14,9 +16,9 @@ Standard library only, Python >= 3.8: it is run by the node's own python3. One p
 Commands: `start` (request on stdin; daemonizes, answers its pid) and `follow` (prints state changes and new lines as JSON).
 `main(request)` serves what the controller asks over `Shell.ask`: `prepare`, `stop`, `state`.
 
-Events, each with time, attempt and node: started, finished, rank-failed, torchrun-killed, torchrun-failed, start-failed,
-agent-error, agent-lost, node-lost, stopped, left-running; placement-differs, which ends nothing. launch/diagnose.py names the
-first cause from them.
+Events, each with time, attempt and node: started, finished, rank-failed, rank-hung (one a rank), torchrun-killed,
+torchrun-failed, start-failed, agent-error, agent-lost, node-lost, stopped, left-running; placement-differs, which ends nothing.
+launch/diagnose.py names the first cause from them.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -65,8 +68,22 @@ SETTLED_S = 1.0  # est.: what a wrapper around paths.python (conda run, taskset,
 MOST_DIFFERENCES = 8  # events of one rank about its placement
 MOST_SHOWN = 200  # letters of a variable's value in an event
 LOST_ROUTE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+SUPERVISOR_LOCK, SUPERVISOR = "supervisor.lock", "supervisor.json"
+LOOK_S = 0.5  # between two looks at the beats of the ranks
+YOUNG_S = 3600.0  # between two touches of the leases' files; what clears /tmp looks once a day
 MARK_RUN, MARK_NODE = "R4090C_RUN", "R4090C_NODE"
 KEPT_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR")
+
+
+def beside(name: str) -> Any:
+    """Return the module in the file `name`.py beside this one; python3 -I knows no way there. Not for what `main` serves."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name + ".py")
+    spec = importlib.util.spec_from_file_location("r4090c_" + name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 # ----------------------------------------------------------------------------- files on the node
 
@@ -293,7 +310,8 @@ def pidfd(pid: int) -> Optional[int]:
 
 def oom_kills() -> Optional[int]:
     """Return how many processes the kernel has ended for want of memory since boot, None when it does not say."""
-    match = re.search(r"^oom_kill (\d+)$", tail("/proc/vmstat", 1 << 16), re.MULTILINE)
+    text = head("/proc/vmstat", 1 << 16).decode("ascii", "replace")  # it cannot be read from its end
+    match = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
     return int(match.group(1)) if match else None
 
 
@@ -810,6 +828,7 @@ class Agent:
 
     In its state, `ranks`: global rank -> pid, start (ticks), gone (time), exit (code). `placement`: global rank -> what the
     kernel said of it (see Seen; `variables`: how many were compared, None = unreadable) and `differs`: what is not as planned.
+    `beats`: global rank -> phase, step and time, as it told last.
     """
 
     def __init__(self, request: Json) -> None:
@@ -830,7 +849,19 @@ class Agent:
         self.ranks: Dict[str, Json] = {}
         self.seen: List[Tuple[str, Seen]] = []  # by other threads
         self.placement: Dict[str, Json] = {}
+        self.beats: Dict[str, Json] = {}
         self.events: List[Json] = []
+        self.hang = beside("hang")
+        self.limits = self.hang.limits_of(self.plan)
+        told = self.hang.STARTING if str(self.plan.get("script", ("",))[0]).startswith("train/") else None  # ours do beat
+        self.pulses = {entry["rank"]: self.hang.Pulse(told) for entry in self.mine["ranks"]}
+        self.last_look = 0.0
+        self.leases = beside("leases")
+        self.held: List[int] = request.get("held", [])  # descriptors that `start` locked
+        for descriptor in self.held:
+            os.set_inheritable(descriptor, False)
+        self.leases.tell_holder(self.held, self.leases.holder(self.plan["run_id"], self.name))
+        self.last_touch = time.monotonic()
         me = stat_of(os.getpid())
         self.state: Json = {
             "schema": "r4090c.agent/1",
@@ -848,6 +879,7 @@ class Agent:
             "torchrun_pid": None,
             "ranks": self.ranks,
             "placement": self.placement,
+            "beats": self.beats,
             "end": None,
             "events": self.events,
         }
@@ -857,6 +889,9 @@ class Agent:
     def save(self, new: Iterable[Json] = (), now: bool = True, last: bool = False) -> None:
         """Write the state locally and have it copied to the run folder; the lead has `new` events added to events.jsonl."""
         self.last_save = time.monotonic()
+        if self.last_save - self.last_touch > YOUNG_S:
+            self.last_touch = self.last_save
+            self.leases.keep_young(self.held)
         self.state["heartbeat"] = time.time()
         text = json.dumps(self.state)
         try:
@@ -1045,6 +1080,72 @@ class Agent:
         text = tail(self.log, 1 << 16)  # torchrun was quicker than we to take the exit code
         return CLOSING in text or failed_rank(text) is not None
 
+    # ------------------------------------------------------------------ hangs
+
+    def watch_beats(self) -> None:
+        """Take in what the ranks here told last."""
+        if time.monotonic() - self.last_look < LOOK_S:
+            return
+        self.last_look = time.monotonic()
+        for rank, pulse in self.pulses.items():
+            beat = self.hang.read_beat(self.folder, rank)
+            pulse.take(beat, self.last_look)
+            if beat is not None:
+                self.beats[str(rank)] = beat._asdict()
+
+    def hung(self) -> Optional[Json]:
+        """Return, as a cause, the rank here that has been silent for longest of those that are silent for too long."""
+        if self.limits is None or self.name in self.gang.done:
+            return None
+        gone = {rank for rank, record in self.ranks.items() if record["gone"] is not None}
+        found = self.hang.hung_ranks({rank: pulse for rank, pulse in self.pulses.items() if str(rank) not in gone}, self.limits)
+        if not found:
+            return None
+        place = {"time": time.time(), "attempt": self.plan["attempt"], "node": self.name, "kind": "rank-hung"}
+        detail = "rank %d has told nothing for %.0f s" % (found[0].rank, found[0].silent_s)
+        return dict(place, detail=detail, **found[0]._asdict())
+
+    def look_at_hung(self, cause: Json) -> Json:
+        """Look at the ranks here and record where each stands; return the event of the rank that `cause` names, else `cause`.
+
+        Every node looks for the whole window, so that none ends its ranks while another still looks at those that wait for them.
+        """
+        look = self.hang.Look(self.targets(), self.mine["torchrun"][0], bool(self.held))
+        until = time.monotonic() + self.hang.WINDOW_S
+        while not look.over() or (len(self.gang.names) > 1 and time.monotonic() < until):
+            self.gang.exchange(0.05)
+        for rank, seen in look.result().items():
+            pulse = self.pulses[rank]
+            beat, limit_s = pulse.beat or self.hang.STARTING, pulse.limit_s(self.limits) if self.limits else 0.0
+            event = self.event("rank-hung", **seen.event(self.hang.Hung(rank, beat.phase, beat.step, pulse.silent_s, limit_s)))
+            if (cause["node"], cause["rank"]) == (self.name, rank):
+                cause = event
+        return cause
+
+    def targets(self) -> List[Any]:
+        """Return what to look at: the ranks that are there; torchrun for one that it has not started."""
+        found = []
+        log_folder = os.path.join(self.plan["run_dir"], "attempt_%d" % self.plan["attempt"])
+        for entry in self.mine["ranks"]:
+            rank = entry["rank"]
+            record = self.ranks.get(str(rank), {"pid": self.torchrun_pid, "start": None, "gone": None})
+            if record["gone"] is None:
+                environ = dict(self.environment(), **{name: str(var["value"]) for name, var in entry["env"].items()})
+                name = "stacks-%d.txt" % rank
+                found.append(
+                    self.hang.Target(
+                        rank=rank,
+                        pid=record["pid"],
+                        start=record["start"],
+                        log=os.path.join(log_folder, "%d.log" % rank),
+                        environ=environ,
+                        stacks=os.path.join(log_folder, name),
+                        stacks_here=os.path.join(self.folder, name),
+                        flight=os.path.join(log_folder, "flight-%d" % rank),
+                    )
+                )
+        return found
+
     # ------------------------------------------------------------------ the attempt
 
     def run(self) -> None:
@@ -1068,7 +1169,10 @@ class Agent:
             end_all(lambda: descendants(os.getpid()), 0.5)  # what the script left behind, detached or not
             self.gang.close(LINGER_S)
         else:
-            self.end(cause)
+            cause = self.end(cause)
+        if not descendants(os.getpid()):  # else our own end, later, frees them
+            self.leases.give_back(self.held)
+            self.held = []
         self.state["state"] = "ended"
         self.state["end"] = {"outcome": outcome, "cause": cause, "time": time.time()}
         self.save(last=True)
@@ -1084,6 +1188,7 @@ class Agent:
             self.gang.exchange(TICK_S, self.watched.values())
             self.watch_ranks()
             self.check_placement()
+            self.watch_beats()
             code = reap().get(self.torchrun_pid)
             if time.monotonic() - self.last_save > BEAT_S:
                 self.save(now=False)
@@ -1099,6 +1204,9 @@ class Agent:
                 return "failed", self.torchrun_failed(code)
             elif self.name not in self.gang.done and self.hopeless():
                 return "failed", self.torchrun_failed(None)
+            hung = self.hung() if self.gang.ending is None else None
+            if hung is not None:
+                return "failed", hung
             if self.gang.ending is not None:
                 return ("stopped" if self.gang.ending.get("kind") == "stopped" else "failed"), self.gang.ending
             loss = self.gang.loss()
@@ -1110,18 +1218,27 @@ class Agent:
             if self.gang.all_done and self.name in self.gang.done:
                 return "done", None
 
-    def end(self, cause: Json) -> None:
-        """End all that runs here for `cause` and see to it that the others do; what failed here before is told first."""
+    def end(self, cause: Json) -> Json:
+        """End all that runs here for `cause` and see to it that the others do; what failed here before is told first.
+
+        Return the cause, with what was seen where a rank hung.
+        """
         self.state["state"] = "ending"
         self.gang.tell({"ending": cause})
         self.save()
         found = self.failed_here()
         if found is not None and cause["node"] != self.name:  # it may be the first cause: others noticed sooner
             self.rank_failed(*found)
+        if cause["kind"] == "rank-hung":
+            try:
+                cause = self.look_at_hung(cause)
+            except Exception:
+                traceback.print_exc()  # into agent.log; what hangs is ended all the same
         left = end_all(lambda: descendants(os.getpid()), self.plan["grace_s"], self.gang.exchange)
         if left:
             self.event("left-running", pids=left, detail="would not go, even by SIGKILL")
         self.gang.close(LINGER_S, await_late=cause["kind"] != "stopped")  # who stops us stops the others as well
+        return cause
 
 
 # ----------------------------------------------------------------------------- commands
@@ -1141,7 +1258,10 @@ def name_of(token: str) -> str:
 
 
 def start(request: Json) -> Json:
-    """Write the run's files (on the lead), start the agent, and return {"pid", "state"} or {"error"}."""
+    """Take the leases, write the run's files (on the lead), start the agent, and return {"pid", "state"} or {"error"}.
+
+    {"error", "busy"} when another run has one of the GPUs (leases.py); then nothing was written or started.
+    """
     try:
         folder = local_folder(request["plan"]["run_id"], request["node"])
         with held(os.path.join(folder, "lock"), LOCK_S):
@@ -1159,8 +1279,24 @@ def start_held(request: Json, folder: str) -> Json:
     stopped = read_json(os.path.join(folder, "stop.json"))
     if stopped is not None and stopped.get("start") == name_of(request["token"]):
         return {"error": "stopped by %s before it started" % stopped["by"]}
+    wanted = next(one for one in plan["nodes"] if one["name"] == node).get("leases") or []
+    if not wanted:
+        return start_daemon(request, folder, [])
+    leases = beside("leases")
+    taken, busy = leases.take(wanted, leases.holder(plan["run_id"], node))
+    if busy:
+        return {"error": leases.tell(busy, time.time()), "busy": busy}
+    try:
+        return start_daemon(dict(request, held=taken), folder, taken)
+    finally:
+        leases.give_back(taken)  # the agent has them too by now, or is not there
+
+
+def start_daemon(request: Json, folder: str, leases: List[int]) -> Json:
+    """Do what `start` does once nothing forbids it; the agent gets the descriptors `leases`."""
+    plan, node = request["plan"], request["node"]
     for name in os.listdir(folder):
-        if name != "lock":
+        if name not in ("lock", SUPERVISOR_LOCK, SUPERVISOR):
             os.unlink(os.path.join(folder, name))
     write_text(os.path.join(folder, "start.json"), json.dumps({"start_name": name_of(request["token"]), "time": time.time()}))
     try:
@@ -1180,8 +1316,9 @@ def start_held(request: Json, folder: str) -> Json:
         environment = dict(os.environ, **{MARK_RUN: plan["run_id"], MARK_NODE: node})
         argv = [sys.executable, "-I", "-S", os.path.abspath(__file__), "daemon"]
         daemon = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, cwd="/", start_new_session=True
-        )
+            argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, cwd="/", start_new_session=True,
+            pass_fds=leases,
+        )  # fmt: skip
     assert daemon.stdin is not None
     try:
         with daemon.stdin as pipe:
@@ -1299,9 +1436,34 @@ def new_lines(path: str, offset: int, whole: bool = False) -> Tuple[List[Tuple[s
     return lines, offset
 
 
-def follow(run_id: str, node: str, files: List[List[Any]]) -> None:
+class Claim:
+    """A controller's claim to supervise a run: a kernel lock on the lead, held by its follower, and so free when that is gone."""
+
+    def __init__(self, folder: str, me: Json) -> None:
+        self.folder, self.me = folder, me
+        self._lock: Optional[int] = None
+
+    def holder(self) -> Optional[Json]:
+        """Return who supervises: `me`, taking the lock when it is free, or who has it; None when that cannot be told."""
+        if self._lock is None:
+            try:
+                lock = os.open(os.path.join(self.folder, SUPERVISOR_LOCK), os.O_RDWR | os.O_CREAT, 0o600)
+            except OSError:
+                return None
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                write_text(os.path.join(self.folder, SUPERVISOR), json.dumps(self.me))
+            except OSError:
+                os.close(lock)
+                return read_json(os.path.join(self.folder, SUPERVISOR))
+            self._lock = lock
+        return self.me
+
+
+def follow(run_id: str, node: str, files: List[List[Any]], me: Optional[Json] = None) -> None:
     """Print what is new as JSON lines until the agent has ended.
 
+    `me`: the controller that wants to supervise the run. Then {"supervisor"} first, and when it changes: who does.
     {"line": [name, text], "offset"} of the `files`, [[name, path, offset]]; {"state"} when it changed, before the lines that
     came with it but after the last ones;
     {"beat"} every second; {"agent_gone", "state"} when the agent is not there and told no end. Ends when
@@ -1310,7 +1472,13 @@ def follow(run_id: str, node: str, files: List[List[Any]]) -> None:
     places = {name: [path, offset] for name, path, offset in files}
     last: Optional[Json] = None
     beat, missing_since = 0.0, 0.0
+    claim = Claim(local_path(run_id, node), me) if me is not None else None
+    supervisor: Optional[Json] = None
     while True:
+        holder = claim.holder() if claim is not None else None
+        if holder is not None and holder != supervisor:
+            supervisor = holder
+            emit({"supervisor": holder})
         found = read_json(os.path.join(local_path(run_id, node), "state.json"))
         alive = is_alive(found)
         if alive:
@@ -1374,4 +1542,4 @@ if __name__ == "__main__" and len(sys.argv) > 1:
         daemon()
     elif sys.argv[1] == "follow":
         what = json.loads(sys.argv[2])
-        follow(what["run_id"], what["node"], what["files"])
+        follow(what["run_id"], what["node"], what["files"], what.get("supervisor"))

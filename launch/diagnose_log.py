@@ -14,12 +14,12 @@ import bisect
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
-from launch.diagnose import CONSEQUENCE, NOISE, SIGNALS
+from launch.causes import CONSEQUENCE, NOISE, SIGNALS
 from netcheck.data_network import unfit
 from netcheck.tools import kernel_log, nccl_log
 from r4090c.errors import ParseError
@@ -50,7 +50,7 @@ PROGRAM = frozenset({13, 31})
 
 COMMUNICATION = frozenset({"nccl-error", "collective-timeout", "peer-gone", "rdma-path-broken"})
 """What a rank says when its peer went, or does not answer."""
-DEATHS = frozenset({"rank-failed", "rank-killed", "checkpoint-not-written"})
+DEATHS = frozenset({"rank-failed", "rank-killed", "checkpoint-not-written", "wrong-input"})
 """That a rank died, when nothing names why."""
 INFERRED = frozenset({"false-p2p-grant", "ranks-out-of-step", "nan-loss"})
 """Causes read out of what the run did, not out of an error: any error that is named comes before them."""
@@ -65,6 +65,7 @@ class LogCause:
     `kind`: name of the entry in CAUSES; where launch.diagnose knows the same thing, by the same name. `evidence`: the line, and
     its number. `gpu`: CUDA index on the node. `consequences`: what else the log shows that this explains. `fix`: what to do,
     the likeliest first; a word of advice or a command. `details`: what the line told: port, path, pci, address, …
+    `source`: the name of the text it stands in, "" where there is one only.
     """
 
     kind: str
@@ -77,6 +78,32 @@ class LogCause:
     consequences: tuple[str, ...]
     fix: tuple[str, ...]
     details: Mapping[str, str] = field(default_factory=dict)
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One text of several, as the log of a rank. `node`, `rank`: of whom it is, where that is known.
+
+    `failed`: its process is known to have failed; `exit_code`: with what. `gap`: (line, lines): so many lines after that one were
+    left out.
+    """
+
+    text: str
+    name: str = ""
+    node: str | None = None
+    rank: int | None = None
+    failed: bool = False
+    exit_code: int | None = None
+    gap: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What several texts of one run tell. `ended_well`: they bear a mark of a run that came to its end, and none of a failure."""
+
+    cause: LogCause | None
+    ended_well: bool
 
 
 def parse(text: str) -> LogCause | None:
@@ -88,7 +115,12 @@ def parse(text: str) -> LogCause | None:
 
 def diagnose(text: str) -> LogCause | None:
     """Return the first cause, or None when the log holds none: it is healthy, was cut before the end, or is no log of a run."""
-    log = _Log(text)
+    return diagnose_all([Source(text)]).cause
+
+
+def diagnose_all(sources: Sequence[Source]) -> Diagnosis:
+    """Return the first cause over all texts: by what causes explain, then by time where all tell it, then by their order."""
+    log = _Log(sources)
     found: dict[str, _Found] = {}
     for cause in CAUSES:
         if cause.needs_failure and not log.failed:
@@ -96,16 +128,18 @@ def diagnose(text: str) -> LogCause | None:
         match = cause.find(log) if callable(cause.find) else _first(log, cause.find)
         if match is not None:
             found[cause.kind] = match
-    if log.succeeded and not log.failed:
+    well = log.succeeded and not log.failed
+    if well:
         found = {kind: match for kind, match in found.items() if kind == "nan-loss"}
-    explained = {kind for kind in found for by in found if _explains(found, by, kind)}
-    first = min((kind for kind in found if kind not in explained), key=lambda kind: found[kind].at, default=None)
-    return None if first is None else _told(log, _BY_KIND[first], found)
+    explained = {kind for kind in found for by in found if _explains(log, found, by, kind)}
+    first = min((kind for kind in found if kind not in explained), key=lambda kind: log.order(found[kind].at), default=None)
+    return Diagnosis(None if first is None else _told(log, _BY_KIND[first], found), well and not found)
 
 
-def _explains(found: Mapping[str, _Found], by: str, kind: str) -> bool:
+def _explains(log: _Log, found: Mapping[str, _Found], by: str, kind: str) -> bool:
     cause = _BY_KIND[by]
-    return kind in cause.explains or (kind in cause.explains_after and found[by].at <= found[kind].at)
+    later = kind in cause.explains_after and log.order(found[by].at) <= log.order(found[kind].at)
+    return kind in cause.explains or later
 
 
 # --------------------------------------------------------------------------- the log
@@ -125,12 +159,28 @@ class _Found:
 _FAILED = re.compile(
     r"ChildFailedError|exits with return code = -?[1-9]|failed \(exitcode: -?\d|terminate called after throwing|DistBackendError"
     r"|Watchdog caught collective|ssh exited with exit code [1-9]|^\[rank\d+\]: Traceback|SignalException|CalledProcessError"
-    r"|srun: error: |CANCELLED AT|^mpirun (?:noticed|detected) that",
+    r"|srun: error: |CANCELLED AT|^mpirun (?:noticed|detected) that|^train: .{1,900}?; expected ",
     re.MULTILINE,
 )
-"""Marks of a run that did not end well, of torchrun, DeepSpeed, torch, pdsh, Slurm and mpirun."""
-_SUCCEEDED = re.compile(r"'train_runtime': |Process \d+ exits successfully|Training completed\.", re.MULTILINE)
-"""Marks of a run that came to its end: Hugging Face's Trainer and DeepSpeed's launcher."""
+"""Marks of a run that did not end well, of torchrun, DeepSpeed, torch, pdsh, Slurm, mpirun and our train/errors.py."""
+_SUCCEEDED = re.compile(
+    r"'train_runtime': |Process \d+ exits successfully|Training completed\."
+    r"|`Trainer\.fit` stopped: `max_(?:epochs|steps)=\d+` reached",
+    re.MULTILINE,
+)
+"""Marks of a run that came to its end: Hugging Face's Trainer, DeepSpeed's launcher, Lightning."""
+_LAST_STEP = re.compile(r"^step (?P<step>\d{1,12})/(?P=step) loss ", re.MULTILINE)
+"""The last step of a recipe of ours; these lines are not kept."""
+_STAMPS = (
+    re.compile(r"(?:^|[\[ ])20\d\d-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d(?:[.,]\d{1,9})?)"),
+    re.compile(r"(?:^|\[)[IWEF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d{1,9})?) "),
+    re.compile(r"^(?:\[[A-Z][a-z]{2} )?([A-Z][a-z]{2}) {1,2}(\d{1,2}) (\d\d):(\d\d):(\d\d) "),
+)
+"""Times in a line: DeepSpeed, logging and journalctl -o short-iso; glog (torch); syslog and dmesg -T."""
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_STAMP_MOST = 200
+"""Characters of a line in which its time is looked for."""
+Stamp = tuple[float, ...]
 _NODE_PREFIX = re.compile(r"^([A-Za-z][\w.\-]{0,62}): (?=\[|\S{1,80}:\d+:\d+ \[|Traceback|\s{0,3}\d{1,3}%)", re.MULTILINE)
 """What pdsh and DeepSpeed put in front of a node's lines."""
 _RANK = re.compile(r"\[rank(\d{1,6})\]:|\[[Rr]ank (\d{1,6})\]|\bRank (\d{1,6})\]")
@@ -156,57 +206,131 @@ WORDS = (
     "Driver/library", "driver", "CUDA", "cuda", "CUBLAS", "mapping of buffer", "RTX 4000", "retrieved", "joined",
     "launcher", "loss scale", "oss is ", "OVERFLOW", "train_batch_size", "world size", "Ninja", "extension", "Mismatched",
     "mismatch", "ancdata", "'train_runtime'", "successfully", "completed", "exit barrier", "(local_rank:", "host  ",
-    "exitcode", "aborted", "Assertion", "[Errno", "Too many open", "SO_ERROR", "forward compat",
+    "exitcode", "aborted", "Assertion", "[Errno", "Too many open", "SO_ERROR", "forward compat", "`Trainer.fit`",
+    "train: ", "Unable to find address", "blocked for more than", "nfs_", "nfs4_", "rpc_", "Out of bounds values", "No locks",
+    "KMP_AFFINITY", "errno: 98", "valid model identifier", "does not appear to have",
 )  # fmt: skip
 """One of them is in every line that is read: most lines of a long log are not. A test compares them with the patterns."""
 _LOST_LOSS = re.compile(r"loss['\"]?\s{0,3}[:=]\s{0,3}['\"]?[+-]?(?:nan|inf)\b", re.IGNORECASE)
 
 
-class _Log:
-    """The lines of the log that may matter, and what is read from them once. A place (`at`) is an offset in `text`."""
+def _stamp(line: str) -> Stamp | None:
+    """Return the time a line begins with, from the month down to the second: a year is not in all of them."""
+    for pattern in _STAMPS:
+        match = pattern.search(line, 0, _STAMP_MOST)
+        if match:
+            month, *others = match.groups()
+            if not month.isdecimal() and month not in _MONTHS:
+                return None
+            number = float(month) if month.isdecimal() else 1.0 + _MONTHS.index(month)
+            return (number, *(float(one.replace(",", ".")) for one in others))
+    return None
 
-    def __init__(self, text: str) -> None:
-        text = re.sub(r"\x1b\[[0-9;]{0,20}[A-Za-z]", "", text).replace("\r\n", "\n").replace("\r", "\n")
-        words = [word for word in WORDS if word in text] + (["loss"] if _LOST_LOSS.search(text) else [])
-        lines = text.rstrip().split("\n")
-        kept = [number for number, line in enumerate(lines, 1) if any(word in line for word in words)]
-        self.length = len(lines)
-        self.lines = [lines[number - 1][:LINE_MOST] for number in kept]
-        self.numbers = kept
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The lines of one source that may matter, their numbers in it (from 1) and their times, where asked for."""
+
+    source: Source
+    lines: Sequence[str]
+    numbers: Sequence[int]
+    stamps: Sequence[Stamp | None]
+    length: int
+    last_step: bool
+    stamped: bool
+    """True when lines of it bear a time."""
+
+    @property
+    def trouble(self) -> Stamp:
+        """When its first line was written that tells of a failure, else its last."""
+        for line, stamp in zip(self.lines, self.stamps, strict=True):
+            if stamp is not None and (_FAILED.search(line) or _RAISED.match(line)):
+                return stamp
+        return next((stamp for stamp in reversed(self.stamps) if stamp is not None), (99.0,))
+
+
+def _part(source: Source, *, timed: bool) -> _Part:
+    text = re.sub(r"\x1b\[[0-9;]{0,20}[A-Za-z]", "", source.text).replace("\r\n", "\n")
+    words = [word for word in WORDS if word in text] + (["loss"] if _LOST_LOSS.search(text) else [])
+    lines, numbers, stamps = list[str](), list[int](), list[Stamp | None]()
+    last: Stamp | None = None
+    whole = text.rstrip().split("\n")
+    for number, line in enumerate(whole, 1):
+        if timed:
+            last = _stamp(line) or last
+        if any(word in line for word in words):
+            for piece in line.split("\r"):  # a progress bar overwrites itself: one line, as editors count
+                lines.append(piece[:LINE_MOST])
+                numbers.append(number + (source.gap[1] if number > source.gap[0] else 0))
+                stamps.append(last)
+    length = len(whole) + source.gap[1]
+    return _Part(source, lines, numbers, stamps, length, _LAST_STEP.search(text) is not None, last is not None)
+
+
+class _Log:
+    """The lines of the texts that may matter, and what is read from them once. A place (`at`) is an offset in `text`."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        parts = [_part(source, timed=len(sources) > 1) for source in sources]
+        self.timed = len(parts) > 1 and all(part.stamped for part in parts)
+        """True when places can be ordered by time."""
+        self.parts = sorted(parts, key=lambda part: part.trouble) if self.timed else parts
+        self.lines = [line for part in self.parts for line in part.lines]
+        self.numbers = [number for part in self.parts for number in part.numbers]
+        self.stamps = [stamp for part in self.parts for stamp in part.stamps]
+        self.of = [part for part in self.parts for _ in part.lines]
         self.text = "\n".join(self.lines)
         self.starts = [0, *(match.end() for match in re.finditer("\n", self.text))]
 
     @cached_property
     def failed(self) -> bool:
-        """True when the log bears a mark of failure, or ends in an exception."""
-        return self.first_failure is not None or self.last_exception is not None
+        """True when a process is known to have failed, or a text bears a mark of failure or ends in an exception."""
+        return any(part.source.failed for part in self.parts) or bool(self.first_failures) or bool(self.last_exceptions)
 
     @cached_property
-    def first_failure(self) -> int | None:
-        """The number of the line with the first mark of failure."""
-        return next((self.number(match.start()) for match in _FAILED.finditer(self.text)), None)
+    def first_failures(self) -> dict[int, int]:
+        """Id of a part -> the number of its first line with a mark of failure."""
+        found: dict[int, int] = {}
+        for match in _FAILED.finditer(self.text):
+            index = self.index(match.start())
+            found.setdefault(id(self.of[index]), self.numbers[index])
+        return found
 
     @cached_property
-    def last_exception(self) -> int | None:
-        """The number of the line of an exception in the last lines: that of a process without a launcher."""
-        for number, line in zip(reversed(self.numbers), reversed(self.lines), strict=True):
-            if number <= self.length - LAST_LINES:
-                return None
-            if _RAISED.match(line) and self.has_traceback(number):
-                return number
-        return None
+    def last_exceptions(self) -> frozenset[int]:
+        """Indices of lines with an exception among the last ones of a text: that of a process without a launcher."""
+        found: set[int] = set()
+        first = 0
+        for part in self.parts:
+            for index in range(first + len(part.lines) - 1, first - 1, -1):
+                if self.numbers[index] <= part.length - LAST_LINES:
+                    break
+                if _RAISED.match(self.lines[index]) and self.has_traceback(index):
+                    found.add(index)
+                    break
+            first += len(part.lines)
+        return frozenset(found)
 
-    def has_traceback(self, number: int) -> bool:
+    def near_failure(self, index: int) -> bool:
+        """True when the line is not far from the first mark of failure of its text, or from the end of a process that failed."""
+        part, number = self.of[index], self.numbers[index]
+        marks = [self.first_failures[id(part)]] if id(part) in self.first_failures else []
+        return any(abs(number - mark) <= AROUND_FAILURE for mark in [*marks, *([part.length] if part.source.failed else [])])
+
+    def has_traceback(self, index: int) -> bool:
         """True when a traceback leads to the exception in this line, other than torch's at a normal end (its exit barrier)."""
-        first, last = bisect.bisect_left(self.numbers, number - TRACEBACK_MOST), bisect.bisect_right(self.numbers, number)
-        for index in range(last - 1, first - 1, -1):
-            if "Traceback (most recent call last)" in self.lines[index]:
-                return not any("exit barrier" in line for line in self.lines[max(0, index - 1) : index + 1])
+        part, number = self.of[index], self.numbers[index]
+        for above in range(index, -1, -1):
+            if self.of[above] is not part or self.numbers[above] < number - TRACEBACK_MOST:
+                return False
+            if "Traceback (most recent call last)" in self.lines[above]:
+                return not any("exit barrier" in line for line in self.lines[max(0, above - 1) : above + 1])
         return False
 
     @cached_property
     def succeeded(self) -> bool:
-        return _SUCCEEDED.search(self.text) is not None
+        """True when a run came to its end; of our own ranks only the first tells its steps."""
+        return _SUCCEEDED.search(self.text) is not None or any(part.last_step for part in self.parts)
 
     @cached_property
     def hosts(self) -> frozenset[str]:
@@ -255,13 +379,30 @@ class _Log:
                 found[rank] = _Timeout(match.start(), rank, int(number), told.get("OpType", "?"), groups.get(rank, ""))
         return list(found.values())
 
+    def index(self, at: int) -> int:
+        """Return the index in `lines` of the line around `at`."""
+        return bisect.bisect_right(self.starts, at) - 1
+
     def number(self, at: int) -> int:
-        """Return the line number in the whole log, from 1."""
-        return self.numbers[bisect.bisect_right(self.starts, at) - 1]
+        """Return the line number in the whole text it stands in, from 1."""
+        return self.numbers[self.index(at)]
 
     def line(self, at: int) -> str:
         """Return the line around `at`."""
-        return self.lines[bisect.bisect_right(self.starts, at) - 1]
+        return self.lines[self.index(at)]
+
+    def source(self, at: int) -> Source:
+        """Return the text the place is of."""
+        return self.of[self.index(at)].source
+
+    def order(self, at: int) -> tuple[Stamp, int]:
+        """Return what orders places: time where all texts tell it, then where they stand."""
+        return (self.stamps[self.index(at)] or ()) if self.timed else (), at
+
+    def rank_at(self, at: int) -> int | None:
+        """Return the rank a place is of: its line or its text says so, or its process is known."""
+        rank = self.rank(self.line(at))
+        return self.source(at).rank if rank is None else rank
 
     def rank(self, line: str) -> int | None:
         """Return the rank a line is of: it says so, or its process is known."""
@@ -302,8 +443,9 @@ def _first(log: _Log, patterns: tuple[re.Pattern[str], ...]) -> _Found | None:
 def _told(log: _Log, cause: Cause, found: Mapping[str, _Found]) -> LogCause:
     match = found[cause.kind]
     line = log.line(match.at)
-    node = match.node or log.node(line)
-    rank = match.rank if match.rank is not None or not cause.of_a_rank else log.rank(line)
+    source = log.source(match.at)
+    node = match.node or log.node(line) or source.node
+    rank = match.rank if match.rank is not None or not cause.of_a_rank else log.rank_at(match.at)
     block = next(iter(log.blocks), None)
     if block is not None and cause.of_a_rank:
         if rank is None and node in (None, block["host"]):
@@ -326,6 +468,7 @@ def _told(log: _Log, cause: Cause, found: Mapping[str, _Found]) -> LogCause:
         consequences=tuple(_consequences(log, cause, found)),
         fix=tuple(text for template in cause.fix if (text := _filled(template, quoted)) is not None),
         details=dict(match.details),
+        source=source.name,
     )
 
 
@@ -341,12 +484,14 @@ def _consequences(log: _Log, cause: Cause, found: Mapping[str, _Found]) -> Itera
     """Yield what else the log shows, in the order of the log: "collective-timeout: rank 0, 5"."""
     ranks = {"collective-timeout": {one.rank for one in log.timeouts}, "peer-gone": set(_left_alone(log))}
     own = found[cause.kind]
-    told = [(match.at, kind) for kind, match in found.items() if log.number(match.at) != log.number(own.at) or kind in ranks]
+    told = [(match.at, kind) for kind, match in found.items() if log.index(match.at) != log.index(own.at) or kind in ranks]
     told += [(at, f"Xid {xid.xid} on {xid.pci}") for at, xid in log.xids if at != own.at][:MOST_XIDS]
-    for at, what in sorted(told):
+    several = len(log.parts) > 1
+    for at, what in sorted(told, key=lambda one: (log.order(one[0]), one[1])):
         if what != cause.kind:
             named = sorted(ranks.get(what, ()))
-            yield f"{what}: rank {', '.join(map(str, named))}" if named else f"{what} (line {log.number(at)})"
+            place = f"{log.source(at).name}:{log.number(at)}" if several else f"line {log.number(at)}"
+            yield f"{what}: rank {', '.join(map(str, named))}" if named else f"{what} ({place})"
 
 
 # --------------------------------------------------------------------------- causes that need more than a pattern
@@ -371,7 +516,7 @@ def _fallen(log: _Log) -> _Found | None:
         pci = handle["pci"].lower()[-10:]
         gpu = int(handle["gpu"]) if handle["gpu"] and details.setdefault("pci", f"0000:{pci[-5:]}")[-5:] == pci[-5:] else None
     crashed = _first(log, _BY_KIND["cuda-launch-failure"].patterns)
-    return _Found(at, details, log.rank(log.line(crashed.at)) if crashed else None, gpu=gpu)
+    return _Found(at, details, log.rank_at(crashed.at) if crashed else None, gpu=gpu)
 
 
 def _xid(log: _Log, numbers: frozenset[int]) -> _Found | None:
@@ -428,21 +573,104 @@ _CONNECT_OLD = re.compile(
 )
 _GLOO = re.compile(
     r"(?:connectFullMesh failed|timed out connecting|SO_ERROR).{0,200}?"
-    r"(?P<error>Connection timed out|No route to host|timed out connecting)"
+    r"(?P<error>Connection timed out|No route to host|Connection refused|Connect timeout|timed out connecting(?!: SO_ERROR))"
     r"(?:.{0,80}?remote=\[(?P<address>[0-9a-fA-F.:]{3,45})\]:(?P<port>\d{1,5}))?"
 )
 
 
-_NO_SPACE = re.compile(r"(?:No space left on device|Disk quota exceeded)(?:: '(?P<path>/[^']{1,300})')?")
+_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use|\(errno: 98\b")
+_LISTENING = re.compile(r"failed to (?:bind|listen)|[Ee]rrno:? 98\b|Error: ")
+_PORT = re.compile(r"\bport: (\d{2,5})\b|failed to bind to \S{0,64}:(\d{2,5})\b")
+
+
+def _port_taken(log: _Log) -> _Found | None:
+    """Return the first try to listen at a port that another process has."""
+    for match in islice(_IN_USE.finditer(log.text), MOST_MATCHES):
+        line = log.line(match.start())
+        if _LISTENING.search(line):
+            port = _PORT.search(line)
+            return _Found(match.start(), {"port": port.group(1) or port.group(2)} if port else {})
+    return None
+
+
+_NO_SPACE = re.compile(
+    r"(?:No space left on device|Disk quota exceeded)(?:: '(?P<path>/[^']{1,300})')?"
+    r"|^train: (?P<culprit>/[^:\n]{1,300}): [^;\n]{1,300}; expected room (?:on the disk|in the quota)",
+    re.MULTILINE,
+)
 _OF_SHM = re.compile(r"/dev/shm|shared memory|posix_fallocate|torch_shm|/torch_\d")
 
 
 def _disk_full(log: _Log) -> _Found | None:
     """Return the first write that found no space, other than in /dev/shm: the errno is the same."""
     for match in islice(_NO_SPACE.finditer(log.text), MOST_MATCHES):
-        if not _OF_SHM.search(log.line(match.start())):
-            return _Found(match.start(), {"path": match["path"]} if match["path"] else {})
+        line = log.line(match.start())
+        if not _OF_SHM.search(line):
+            _, ours = next(_refusals(line), (0, {"culprit": ""}))
+            path = match["path"] or match["culprit"] or (ours["culprit"] if ours["culprit"].startswith("/") else None)
+            return _Found(match.start(), {"path": path} if path else {})
     return None
+
+
+_HUNG_TASK = re.compile(r"INFO: task (?P<process>\S{1,64}):(?P<pid>\d{1,9}) blocked for more than \d{1,6} seconds")
+_ON_STORAGE = re.compile(r"\b(?:nfs_|nfs4_|rpc_|__rpc_)")
+_SLOW_WRITE = re.compile(
+    r"^(?:\[rank\d+\]: ?)?train: (?P<path>/.{1,300}?): (?P<error>.{1,80} has not ended within [\d.]{1,9} s); expected storage",
+    re.MULTILINE,
+)
+STACK_MOST = 60
+"""est.: lines of the kernel's stack of a hung task."""
+
+
+def _storage_hung(log: _Log) -> _Found | None:
+    """Return the process that the kernel saw wait for NFS, or the write that our training gave up waiting for."""
+    on_storage = [log.index(match.start()) for match in islice(_ON_STORAGE.finditer(log.text), MOST_MATCHES)]
+    for match in islice(_HUNG_TASK.finditer(log.text), MOST_MATCHES):
+        index = log.index(match.start())
+        stack = bisect.bisect_left(on_storage, index)
+        if stack < len(on_storage) and on_storage[stack] < index + STACK_MOST:
+            return _Found(match.start(), {"process": match["process"], "pid": match["pid"]}, log.rank_of_pid.get(match["pid"]))
+    return _first(log, (_SLOW_WRITE,))
+
+
+_REFUSED = re.compile(r"^(?:\[rank\d+\]: ?)?train: (?P<said>.{1,3900})$", re.MULTILINE)
+
+
+def _refusals(text: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield (offset, what it tells) of the one line with which train/main.py ends for what it can name.
+
+    It says "train: CULPRIT: OBSERVED; expected EXPECTED; REMEDY", as train/errors.py has it.
+    """
+    for match in islice(_REFUSED.finditer(text), MOST_MATCHES):
+        said, _, more = match["said"].partition("; expected ")
+        culprit, _, observed = said.partition(": ")
+        expected, _, remedy = more.partition("; ")
+        if culprit and observed and expected and remedy:
+            yield match.start(), {"culprit": culprit, "observed": observed, "expected": expected, "remedy": remedy}
+
+
+_USAGE = re.compile(
+    r"^(?P<culprit>\S{1,200}): error: "
+    r"(?P<observed>(?:the following arguments are required|unrecognized arguments|argument \S{1,80}): .{1,300})$",
+    re.MULTILINE,
+)
+WRONG_INPUT = 2
+"""Exit code of train/main.py for a wrong recipe, wrong data or a checkpoint that does not fit, and argparse's."""
+
+
+def _wrong_input(log: _Log) -> _Found | None:
+    """Return where our training, or argparse, refused what it was given; not what ended with another exit code."""
+    for at, told in _refusals(log.text):
+        if _exit_code(log, at) in (None, WRONG_INPUT):
+            return _Found(at, {name: value.strip()[:EVIDENCE_MOST] for name, value in told.items()})
+    return _first(log, (_USAGE,))
+
+
+def _exit_code(log: _Log, at: int) -> int | None:
+    """Return with what the process ended whose text this is, None where neither its agent nor torchrun tells."""
+    known = log.source(at).exit_code
+    codes = {int(block["code"]) for block in log.blocks}
+    return known if known is not None else codes.pop() if len(codes) == 1 else None
 
 
 def _storage_silent(log: _Log) -> _Found | None:
@@ -452,11 +680,25 @@ def _storage_silent(log: _Log) -> _Found | None:
     return None if server is None else _Found(log.text.find(f"nfs: server {server} not responding"), {"server": server})
 
 
+_NO_INTERFACE = (
+    re.compile(r"NCCL WARN (?:Bootstrap|NET/Socket) ?: [Nn]o socket interface found.{0,80}"),
+    re.compile(r"(?:ifa != nullptr\. |\] )?Unable to find address for: ?(?P<interface>\S{1,64})"),
+)
+"""NCCL's and gloo's words for an interface the node does not have."""
+_GLOO_LOOP = re.compile(r"timed out connecting: SO_ERROR: .{1,60}?, remote=\[(?P<address>127\.[\d.]{5,11}|::1)\]:\d{1,5}")
+"""gloo's contact over the loopback: the node's name resolves to it, or GLOO_SOCKET_IFNAME=lo."""
+
+
 def _wrong_interface(log: _Log) -> _Found | None:
     """Return the failed contact over an interface no peer is behind (lo, a container bridge, a VPN), or that there was none."""
-    none = _first(log, (re.compile(r"NCCL WARN (?:Bootstrap|NET/Socket) ?: [Nn]o socket interface found.{0,80}"),))
-    if none is not None or log.nccl is None:
+    none = _first(log, _NO_INTERFACE)
+    if none is not None:
         return none
+    looped = _first(log, (_GLOO_LOOP,))
+    if looped is not None:  # within one node it is a peer that died, which that peer's own log tells
+        return looped if _raised(log) is None and _killed(log) is None else None
+    if log.nccl is None:
+        return None
     addresses: dict[str, set[str]] = {}
     for match in nccl_log.debug_lines(log.lines):
         for name, address in nccl_log.FOUND.findall(match["text"]) or re.findall(
@@ -577,8 +819,17 @@ _SCALE = re.compile(
 )
 
 
+_NOT_FINITE = re.compile(
+    r"^(?:\[rank\d+\]: ?)?train: step \d{1,12}: (?P<observed>.{1,600}?); expected a finite loss", re.MULTILINE
+)
+"""train/loop.py's words."""
+
+
 def _nan_loss(log: _Log) -> _Found | None:
     """Return where the loss left the numbers for good, or a trainer gave up for it: single steps that are skipped are normal."""
+    refused = _NOT_FINITE.search(log.text)
+    if refused is not None:
+        return _Found(refused.start(), {"observed": refused["observed"]})
     said = _SCALE.search(log.text)
     first = None
     for match in _LOSS.finditer(log.text):
@@ -600,13 +851,16 @@ _NOT_ITS_OWN = ("ChildFailedError", "DistBackendError", "CalledProcessError", "S
 
 
 def _raised(log: _Log) -> _Found | None:
-    """Return the first exception that nobody caught and that does not only say that a peer went."""
+    """Return the first exception that nobody caught and that does not only say that a peer went, or our training's last word."""
+    for at, told in _refusals(log.text):
+        if _exit_code(log, at) not in (None, WRONG_INPUT) and not _NOT_FINITE.match(log.line(at)):
+            return _Found(at, {"error": f"{told['culprit']}: {told['observed']}"[:300], "remedy": told["remedy"][:300]})
     for match in islice(_RAISED.finditer(log.text), MOST_MATCHES):
-        line, number = match.group(), log.number(match.start())
+        line, index = match.group(), log.index(match.start())
         if match["error"].rpartition(".")[2] in _NOT_ITS_OWN or CONSEQUENCE.search(line) or NOISE.search(line):
             continue
-        near = log.first_failure is not None and abs(number - log.first_failure) <= AROUND_FAILURE
-        if ("[rank" in match["prefix"] or near or number == log.last_exception) and log.has_traceback(number):
+        its_own = "[rank" in match["prefix"] or log.near_failure(index) or index in log.last_exceptions
+        if its_own and log.has_traceback(index):
             return _Found(match.start(), {"error": f"{match['error'].rpartition('.')[2]}{match['said']}"[:200]})
     return None
 
@@ -622,9 +876,8 @@ def _killed(log: _Log) -> _Found | None:
     for match in _KILLED.finditer(log.text):
         number = int(next(group for name, group in match.groupdict().items() if group and name != "local"))
         if number not in (6, 15):
-            line = log.line(match.start())
             block = next((one for one in log.blocks if int(one["code"]) == -number), None)
-            rank, node = (int(block["rank"]), block["host"]) if block is not None else (log.rank(line), None)
+            rank, node = (int(block["rank"]), block["host"]) if block is not None else (log.rank_at(match.start()), None)
             return _Found(match.start(), {"signal": SIGNALS.get(number, f"signal {number}")}, rank, node)
     return None
 
@@ -643,21 +896,21 @@ def _timed_out(log: _Log) -> _Found | None:
 
 _PEER = re.compile(
     r"(?:ncclRemoteError|remote process exited or there was a network error|Connection (?:closed|reset) by (?:remote )?peer"
-    r"|NCCL communicator was aborted|Broken pipe|failed to recv, got 0 bytes|Timed out waiting \d+ms for (?:recv|send))"
+    r"|NCCL communicator was aborted|SO_ERROR: Connection refused|Broken pipe|failed to recv, got 0 bytes|Timed out waiting \d+ms for (?:recv|send))"
 )
 
 
 def _left_alone(log: _Log) -> Iterator[int]:
     """Yield the ranks that say their peer went."""
     for match in islice(_PEER.finditer(log.text), MOST_MATCHES):
-        rank = log.rank(log.line(match.start()))
+        rank = log.rank_at(match.start())
         if rank is not None:
             yield rank
 
 
 def _peer_gone(log: _Log) -> _Found | None:
     match = _PEER.search(log.text)
-    return None if match is None else _Found(match.start(), rank=log.rank(log.line(match.start())))
+    return None if match is None else _Found(match.start(), rank=log.rank_at(match.start()))
 
 
 def _nccl_error(log: _Log) -> _Found | None:
@@ -769,6 +1022,7 @@ CAUSES: tuple[Cause, ...] = (
             rf" (?P<allocated>{_SIZE}) already allocated; (?P<free>{_SIZE}) free",
             r"(?:OutOfMemoryError|RuntimeError): CUDA (?:out of memory|error: out of memory)",
             r"CUBLAS_STATUS_ALLOC_FAILED|[Cc]uda failure (?:2 )?'out of memory'",
+            r"^(?:\[rank\d+\]: ?)?train: .{1,300}?: auto: not even one sequence of \d{1,9} fits",
         ),
         (
             "rank {rank} ran out of GPU memory on GPU {gpu}: it asked for {tried}, {free} of {total} were free",
@@ -833,6 +1087,7 @@ CAUSES: tuple[Cause, ...] = (
         _words(
             r"\[Errno (?:116|5|30|107)\] (?P<error>Stale file handle|Input/output error|Read-only file system"
             r"|Transport endpoint is not connected)(?:: '(?P<path>/[^']{1,300})')?",
+            r"^train: (?P<path>/.{1,300}?): (?P<error>Stale file handle|Input/output error|Read-only file system)\b",
         ),
         ("{error} on {path}", "the storage failed: {error}"),
         ("mount it anew (umount -l, mount), after the server exports it again", "r4090c preflight"),
@@ -841,7 +1096,10 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "no-permission",
-        _words(r"PermissionError: \[Errno 13\] Permission denied: '(?P<path>/[^']{1,300})'"),
+        _words(
+            r"PermissionError: \[Errno 13\] Permission denied: '(?P<path>/[^']{1,300})'",
+            r"^train: (?P<path>/.{1,300}?): (?:Permission denied|Operation not permitted).{0,80}; expected permission",
+        ),
         ("this account may not write or read {path}", "this account lacks a permission"),
         ("chown or chmod it for the training user; over NFS root is mapped to nobody (root_squash)", _PREFLIGHT),
         "errno 13",
@@ -849,10 +1107,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "port-taken",
-        _words(
-            r"failed to bind to \S*:(?P<port>\d{2,5}) \(errno: 98",
-            r"(?:\bport: (?P<port>\d{2,5}), .{0,80}?)?(?:EADDRINUSE|[Aa]ddress already in use)",
-        ),
+        _port_taken,
         (
             "port {port}, where the ranks meet, was taken by another process",
             "the port where the ranks meet was taken by another process",
@@ -883,10 +1138,16 @@ CAUSES: tuple[Cause, ...] = (
         _wrong_interface,
         (
             "NCCL talked over {interface} ({what}, {address}): no other node is behind it",
+            "the node has no interface {interface} with an address",
+            "the ranks talked over {address}: no other node is behind it",
             "NCCL found no interface by that name on {node}",
             "NCCL found no network interface it may use",
         ),
-        ("NCCL_SOCKET_IFNAME==IFACE with the node's own interface on the data network, exact with =", "r4090c preflight"),
+        (
+            "NCCL_SOCKET_IFNAME==IFACE with the node's own interface on the data network, exact with =;"
+            " without GPUs GLOO_SOCKET_IFNAME=IFACE, one name only",
+            "r4090c preflight",
+        ),
         "horovod 584, 700; NCCL 286, 1581, 1637",
         LATER | {"firewall-blocks-ports", "peers-did-not-join"},
     ),
@@ -1016,7 +1277,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "rtx40-refused",
-        _words(r"Using RTX 4000 series doesn't support faster communication broadband via P2P or IB"),
+        _words(r"NotImplementedError: Using RTX 4000 series doesn't support faster communication broadband via P2P or IB"),
         ("accelerate refused to start: the driver is older than 550.40.07 and neither P2P nor IB is stated",),
         (
             "a driver >= 550.40.07",
@@ -1158,22 +1419,120 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "launcher-missing",
-        _words(r"launcher '(?P<name>\w+)' not installed"),
-        ("the launcher {name} is not installed", "the launcher is not installed"),
+        _words(
+            r"launcher '(?P<name>\w+)' not installed",
+            r"FileNotFoundError: \[Errno 2\] No such file or directory: '(?P<name>numactl|pdsh|ssh|mpirun|nvcc|ninja)'",
+        ),
+        ("the program {name} is not installed", "a program of the launcher is not installed"),
         ("install it on the node you start from, or start with r4090c launch, which needs none",),
         "DeepSpeed 1603",
     ),
     Cause(
         "module-missing",
-        _words(r"ModuleNotFoundError: No module named '(?P<name>[\w.]{1,100})'"),
+        _words(
+            r"ModuleNotFoundError: No module named '(?P<name>[\w.]{1,100})'",
+            r"^(?:\[rank\d+\]: ?)?train: .{1,300}?: cannot import (?P<name>[\w.]{1,100})\b",
+            r"ImportError: (?P<name>lib[\w.+\-]{1,80}): cannot open shared object file",
+        ),
         (
-            "the Python module {name} is not installed on {node}",
-            "the Python module {name} is not installed",
-            "a Python module is not installed",
+            "the library {name} is missing on {node}",
+            "the library {name} is missing",
+            "a library is missing",
         ),
         ("the same Python environment on all nodes: r4090c provision", "pip install the package that has {name}, on every node"),
         "Python",
         needs_failure=True,
+    ),
+    Cause(
+        "wrong-input",
+        _wrong_input,
+        ("{culprit}: {observed} (expected {expected})", "{culprit}: {observed}"),
+        ("{remedy}", "correct what was given, and start again"),
+        "train/errors.py; argparse",
+        COMMUNICATION | {"rank-failed", "rank-killed"},
+    ),
+    Cause(
+        "script-missing",
+        _words(r"can't open file '(?P<path>[^']{1,300})': \[Errno 2\] No such file or directory"),
+        ("there is no script {path}", "the script is not there"),
+        ("give the path of the script as the nodes see it, on the shared folder",),
+        "Python",
+    ),
+    Cause(
+        "model-missing",
+        _words(
+            r"OSError: (?P<name>\S{1,200}) is not a local folder and is not a valid model identifier",
+            r"OSError: (?P<name>\S{1,200}) does not appear to have (?:a file|files) named .{1,200}",
+            r"OSError: Error no file named .{1,200} found in directory (?P<name>/\S{1,300}?)\.?$",
+            r"OSError: We couldn't connect to 'https://huggingface\.co' to load th.{1,200}",
+            r"SafetensorError: Error while deserializing header: .{1,60}",
+        ),
+        ("the files of the model {name} are not there", "the files of the model are not there, or damaged"),
+        (
+            "copy the model to the shared folder, and give its path; a file of some bytes is a git-lfs pointer, no weights",
+            "offline nodes: HF_HUB_OFFLINE=1, with the model in HF_HOME",
+        ),
+        "transformers, safetensors",
+        needs_failure=True,
+    ),
+    Cause(
+        "no-file-locks",
+        _words(r"OSError: \[Errno 37\] No locks available.{0,80}"),
+        ("the file system has no file locks, or its lock server does not answer",),
+        (
+            "put caches on a local disk: HF_HOME, HF_DATASETS_CACHE, TRITON_CACHE_DIR, TORCH_EXTENSIONS_DIR",
+            "NFS v3: rpc.statd on client and server; v4 needs none",
+        ),
+        "datasets 2618, 1672; errno 37",
+        needs_failure=True,
+    ),
+    Cause(
+        "checkpoint-folder-race",
+        _words(
+            r"FileExistsError: \[Errno 17\] File exists: "
+            r"'(?P<path>/?[^']{0,300}(?:checkpoint|ckpt|global_step|step[_-]?\d|save)[^']{0,200})'"
+        ),
+        (
+            "several ranks made {path} at once, and not all saw it",
+            "several ranks made a folder at once",
+        ),
+        ("let rank 0 make the folder, and the others wait (a barrier)", "make the folder before the run begins"),
+        "DeepSpeed pull request 4536; OLMo 894",
+        needs_failure=True,
+    ),
+    Cause(
+        "storage-hung",
+        _storage_hung,
+        (
+            "{error}: {path}",
+            "{process} (pid {pid}) waited in the kernel for storage that did not answer",
+            "a process waited for storage that did not answer",
+        ),
+        (
+            "look at the NFS server and the way to it: nfsstat -m, dmesg; ps -eo pid,stat,wchan:32,cmd shows D and nfs_*",
+            "let only rank 0 write files that all ranks have",
+            _PREFLIGHT,
+        ),
+        "NeMo-RL pull request 3504; kernel hung task; as launch.diagnose names it",
+        LATER | {"storage-silent"},
+    ),
+    Cause(
+        "collective-wrong-data",
+        _words(r"# Out of bounds values : (?P<count>[1-9]\d{0,11}) FAILED"),
+        ("{count} numbers of a collective were wrong", "numbers of a collective were wrong"),
+        (
+            "NCCL_P2P_DISABLE=1 and NCCL_NET_GDR_LEVEL=LOC, then test again: peer access or GPUDirect may lose data",
+            "another NCCL or driver where it stays",
+        ),
+        "nccl-tests 7, 167",
+        of_a_rank=False,
+    ),
+    Cause(
+        "numactl-conflict",
+        _words(r"ValueError: Environment variable KMP_AFFINITY conflicts with numactl"),
+        ("KMP_AFFINITY is set, which DeepSpeed's --bind_cores_to_rank does not allow",),
+        ("unset KMP_AFFINITY", "r4090c launch sets the CPUs of each rank by itself"),
+        "DeepSpeed pull request 2881",
     ),
     Cause(
         "stopped",
@@ -1226,7 +1585,11 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "nan-loss",
         _nan_loss,
-        ("the loss left the numbers (NaN or infinity) in {precision}", "the loss left the numbers (NaN or infinity)"),
+        (
+            "{observed}",
+            "the loss left the numbers (NaN or infinity) in {precision}",
+            "the loss left the numbers (NaN or infinity)",
+        ),
         (
             "bf16 instead of fp16: the 4090 has it",
             "a lower learning rate, a longer warmup, gradient clipping",
@@ -1240,7 +1603,7 @@ CAUSES: tuple[Cause, ...] = (
         "rank-failed",
         _raised,
         ("rank {rank} failed: {error}", "a process failed: {error}"),
-        ("read the traceback of rank {rank}", "read the traceback above that line"),
+        ("{remedy}", "read the traceback of rank {rank}", "read the traceback above that line"),
         "Python; as launch.diagnose names it",
         COMMUNICATION | {"rank-killed"},
         explains_after=INFERRED,
@@ -1284,7 +1647,7 @@ CAUSES: tuple[Cause, ...] = (
         _peer_gone,
         ("a peer of rank {rank} went first: this log does not tell why", "a peer went first: this log does not tell why"),
         ("look into the logs of the other ranks and nodes for the first error",),
-        "launch.diagnose.CONSEQUENCE",
+        "launch.causes.CONSEQUENCE",
         frozenset(),
         needs_failure=True,
         of_a_rank=False,

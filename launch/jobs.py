@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import calendar
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from launch.diagnose import first_cause
 from launch.plan import SCHEMA
 from r4090c.errors import CouldNotTell, UsageError
 from r4090c.model import Cluster
+from r4090c.paths import RunPaths
 from r4090c.remote import Fleet, NodeError, Shell
 
 STALE_S = 30.0
@@ -76,6 +79,7 @@ def main(request):
         one["diagnosis"] = load(os.path.join(folder, "diagnosis.json"))
         one["recipe"] = load(os.path.join(folder, "recipe.json")) if request["only"] else None
         one["checkpoints"] = checkpoints(os.path.join(folder, "checkpoints")) if request["only"] else []
+        one["stop"] = load(os.path.join(folder, "stop.json")) if request["only"] else None
         runs.append(one)
         if len(runs) >= request["limit"]:
             break
@@ -104,6 +108,20 @@ def main(request):
 """
 
 
+WRITE = r"""
+import os
+
+def main(request):
+    aside = request["path"] + ".tmp"
+    try:
+        with open(aside, "w") as handle:
+            handle.write(request["text"])
+        os.replace(aside, request["path"])
+    except OSError as error:
+        return error.strerror
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """One run as its folder tells.
@@ -127,6 +145,8 @@ class Run:
     resolved: Mapping[str, Any] | None
     checkpoints: tuple[str, ...]
     placement: str | None = None
+    stopped_by: str | None = None
+    """Who ended it by `r4090c stop`, since its last start; told by `find_run` only."""
 
 
 def run_state(plan: Mapping[str, Any], agents: Mapping[str, Mapping[str, Any]], now: float) -> tuple[str, str | None]:
@@ -136,12 +156,12 @@ def run_state(plan: Mapping[str, Any], agents: Mapping[str, Mapping[str, Any]], 
     """
     ends = [agent.get("end") for agent in agents.values()]
     names = [node["name"] for node in plan["nodes"]]
-    if len(agents) == len(names) and all(end is not None and end.get("outcome") == "done" for end in ends):
-        return "done", None
     badly = any(end is not None and end.get("outcome") != "done" for end in ends)  # the gang ends it everywhere in seconds
     fresh = [agent for agent in agents.values() if agent.get("end") is None and now - float(agent.get("heartbeat", 0)) < STALE_S]
     if fresh and not badly:
         return "running", None
+    if any(end is not None and end.get("outcome") == "done" for end in ends):  # only where the ranks of all nodes have ended well
+        return "done", None
     if any(end is not None for end in ends):
         events = [event for agent in agents.values() for event in agent.get("events", [])]
         silent = {name: "its agent told no end" for name in names if name not in agents or agents[name].get("end") is None}
@@ -202,6 +222,7 @@ def _run(one: Mapping[str, Any], now: float) -> Run:
         resolved=one["recipe"],
         checkpoints=tuple(one["checkpoints"]),
         placement=placement_of(one["agents"]),
+        stopped_by=str(one["stop"].get("by")) if isinstance(one.get("stop"), dict) else None,
     )
 
 
@@ -227,6 +248,15 @@ def find_run(fleet: Fleet, cluster: Cluster, run_id: str) -> Run:
     if found[0].state == "unreadable":
         raise UsageError(f"run {run_id}", str(found[0].cause), f"a whole plan.json in {found[0].run_dir}", "r4090c jobs")
     return found[0]
+
+
+def note_stop(fleet: Fleet, run: Run, by: str) -> None:
+    """Note in the run's folder that it is to end, for a supervisor that is about to start it again. Raises CouldNotTell.
+
+    A folder that cannot be written is no reason not to stop: then only what runs now is ended.
+    """
+    text = json.dumps({"by": by, "time": time.time()})
+    ask_any(fleet, WRITE, {"path": str(RunPaths(PurePosixPath(run.run_dir)).stop), "text": text})
 
 
 def ask_any(fleet: Fleet, source: str, request: object, nodes: Sequence[str] | None = None) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from launch.affinity import CpuSet, cpu_sets, rank_numa, rank_order
+from launch.affinity import CpuSet, cpu_sets, rank_gpus, rank_numa, rank_order
 from launch.env import HIDDEN, environments, is_secret, visible_devices
 from launch.env_lint import lint
 from netcheck.data_network import chosen_iface, rdma_ports
@@ -25,6 +25,10 @@ GRACE_S = 2.0
 """est.: what a rank gets between TERM and KILL. A rank blocked in a collective cannot act on TERM at all."""
 RANK_GRACE_S = 2.0
 """est.: torchrun looks at its ranks every 0.1 s and logs a death at once."""
+HANG_FLOOR_S, HANG_FACTOR, HANG_START_S = 120.0, 10.0, 1800.0
+"""est.: ten steps without one is no slow step; where steps are short, two minutes: a slow disk, a lost packet. Imports, 13B
+parameters from a slow NFS, compiling kernels and writing a checkpoint take minutes, seldom half an hour.
+"""
 USER_FOLDER = "user"
 """Where a user's own code lies in the synced tree."""
 SHUTDOWN_TIMEOUT_S = 2
@@ -60,6 +64,8 @@ class NodePlan:
     torchrun: tuple[str, ...]
     env: Mapping[str, Var]
     ranks: tuple[RankPlan, ...]
+    leases: tuple[str, ...] = ()
+    """What the agent holds for itself while the attempt runs: the PCI addresses of the GPUs its ranks drive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,18 @@ class Gang:
 
 
 @dataclass(frozen=True, slots=True)
+class Hang:
+    """A rank hangs that is silent for max(factor × median step, floor_s), or start_s before step 2 and while it saves."""
+
+    floor_s: float = HANG_FLOOR_S
+    factor: float = HANG_FACTOR
+    start_s: float = HANG_START_S
+
+
+HANG = Hang()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Exactly what is run in one attempt; `plan.json` is this."""
 
@@ -99,6 +117,8 @@ class Plan:
     gang: Gang
     grace_s: float
     nodes: tuple[NodePlan, ...]
+    hang: Hang | None = None
+    """When a rank that makes no progress ends the attempt; None = never."""
     warnings: tuple[str, ...] = ()
     """What is doubtful about the variables that people set themselves (launch.env_lint), one line each."""
     forecast: Mapping[str, Any] | None = None
@@ -119,6 +139,7 @@ class Job:
     steps: int | None = None
     env: Mapping[str, str] | None = None
     affinity: bool = True
+    hang: Hang | None = HANG
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +222,8 @@ def make_plan(
             f"--master-port={ports.master}",
         )
         torchrun = _torchrun(node.paths.python, where, code, job)
-        planned.append(NodePlan(node.name, node_rank, node.data_address, root, torchrun, env, ranks))
+        leases = _leases(node, facts[node.name], env, nproc)
+        planned.append(NodePlan(node.name, node_rank, node.data_address, root, torchrun, env, ranks, leases))
     return Plan(
         schema=SCHEMA,
         cluster=cluster.name,
@@ -217,8 +239,25 @@ def make_plan(
         gang=Gang(address=lead.data_address, port=ports.gang),
         grace_s=GRACE_S,
         nodes=tuple(planned),
+        hang=job.hang,
         warnings=warnings,
     )
+
+
+def _leases(node: Node, facts: NodeFacts, env: Mapping[str, Var], nproc: int) -> tuple[str, ...]:
+    """Return the PCI addresses of the GPUs that the ranks drive: all of the node's where it is not known which.
+
+    "gpu0", "gpu1" … where the node did not tell its GPUs.
+    """
+    gpus = [gpu for gpu in facts.gpus.value or () if gpu.index >= 0]
+    if not node.gpus:
+        return ()
+    if not gpus:
+        return tuple(f"gpu{index}" for index in range(node.gpus))
+    in_pci_order = "CUDA_DEVICE_ORDER" not in env or env["CUDA_DEVICE_ORDER"].value == "PCI_BUS_ID"
+    used = rank_gpus(gpus, nproc, visible_devices(env)) if in_pci_order else (None,)
+    known = [gpu.pci for gpu in used if gpu is not None]
+    return tuple(sorted(known if len(known) == len(used) else (gpu.pci for gpu in gpus)))
 
 
 def _python_path(root: str, wished: Var | None) -> Var:
@@ -324,6 +363,34 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         for rank in node["ranks"]:
             _hide(rank["env"])
     return told
+
+
+def plan_from(told: Mapping[str, Any]) -> Plan:
+    """Return the plan that `plan_json` told; the values of secret variables are HIDDEN in it.
+
+    Raises KeyError or TypeError for what is none.
+    """
+
+    def variables(env: Mapping[str, Mapping[str, Any]]) -> dict[str, Var]:
+        return {name: Var(**var) for name, var in env.items()}
+
+    def rank(one: Mapping[str, Any]) -> RankPlan:
+        return RankPlan(**{**one, "cpus": tuple(one["cpus"]), "env": variables(one["env"])})
+
+    def node(one: Mapping[str, Any]) -> NodePlan:
+        own = {"env": variables(one["env"]), "ranks": tuple(rank(each) for each in one["ranks"])}
+        return NodePlan(**{**one, **own, "torchrun": tuple(one["torchrun"]), "leases": tuple(one.get("leases", ()))})
+
+    hang = told.get("hang")
+    parts = {
+        "code": Code(**told["code"]),
+        "gang": Gang(**told["gang"]),
+        "nodes": tuple(node(one) for one in told["nodes"]),
+        "script": tuple(told["script"]),
+        "warnings": tuple(told.get("warnings", ())),
+        "hang": None if hang is None else Hang(**hang),
+    }
+    return Plan(**{**told, **parts})
 
 
 def _hide(env: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ DEFAULTS: dict[str, Any] = {
     "loss_spike": 0.0,
     "eval": {"every_steps": 0, "sequences": 64, "data": None},
     "wandb": "",
+    "elastic": True,
 }
 """What a recipe that is silent about these means; `--set` may change them."""
 CHECKPOINT_DEFAULTS: dict[str, Any] = {"keep_hours": 0.0, "copy_to": None}
@@ -190,6 +191,42 @@ def accumulation_of(recipe: Mapping[str, Any], world_size: int) -> int:
         wanted = f"a multiple of {together}"
         raise UsageError(f"recipe {recipe['name']}: global_batch", observed, wanted, f"--set global_batch={together}")
     return int(recipe["global_batch"]) // together
+
+
+def world_sizes_allowed(recipe: Mapping[str, Any], world_size: int, checkpointed_world: int) -> str | None:
+    """Return why a run that `checkpointed_world` ranks saved cannot go on with `world_size` of them, None when it can.
+
+    train/ refuses the same; with `at_world_size` the global batch stays.
+    """
+    if world_size == checkpointed_world:
+        return None
+    if not recipe.get("elastic", DEFAULTS["elastic"]):
+        return f"its checkpoint is of {checkpointed_world} ranks, and the recipe says elastic: false"
+    if recipe["optimizer"]["name"] == "adamw8bit":
+        return f"its checkpoint is of {checkpointed_world} ranks, and the 8-bit moments of adamw8bit cannot be divided anew"
+    try:
+        at_world_size(recipe, world_size, checkpointed_world)
+    except UsageError as error:
+        return f"{error.observed} (expected {error.expected})"
+    return None
+
+
+def at_world_size(recipe: Mapping[str, Any], world_size: int, checkpointed_world: int) -> dict[str, Any]:
+    """Return the recipe as `world_size` ranks go on with what `checkpointed_world` saved: the global batch stays.
+
+    micro_batch never grows. `global_batch` is told from then on, so that any later number of ranks keeps it too. Raises
+    UsageError when it cannot be divided so.
+    """
+    if world_size == checkpointed_world:
+        return dict(recipe)
+    micro_batch = recipe["micro_batch"]
+    global_batch = recipe["global_batch"] or micro_batch * recipe["gradient_accumulation"] * checkpointed_world
+    if micro_batch != AUTO:
+        fitting = [size for size in range(1, micro_batch + 1) if global_batch % (size * world_size) == 0]
+        micro_batch = max(fitting, default=1)
+    changed = {**recipe, "global_batch": global_batch, "micro_batch": micro_batch}
+    accumulation = accumulation_of(changed, world_size)
+    return changed if micro_batch == AUTO else {**changed, "gradient_accumulation": accumulation}
 
 
 def load_ds_config(recipe: Mapping[str, Any]) -> dict[str, Any]:

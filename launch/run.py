@@ -15,11 +15,20 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launch.forecast import Forecast, fewer_nodes, forecast_json, refusal
+from launch.holders import GpusTaken, holders, wait_until_free
 from launch.jobs import Run, find_run, list_runs
 from launch.measured import Known, remembered
-from launch.plan import Code, Job, Plan, Ports, make_plan
+from launch.plan import HANG, Code, Hang, Job, Plan, Ports, make_plan
 from launch.planning import command_of, foresee, other_ways, told_options
-from launch.recipe import accumulation_of, is_script, load_recipe, require_trainable, untrainable
+from launch.recipe import (
+    accumulation_of,
+    at_world_size,
+    is_script,
+    load_recipe,
+    require_trainable,
+    untrainable,
+    world_sizes_allowed,
+)
 from launch.site import Measured, Site, between_nodes, site_of
 from launch.supervise import Supervisor
 from launch.sync import PROJECT, digest_of, our_files, sync, user_files
@@ -59,6 +68,12 @@ class Wish:
     """False = no rank is bound to CPUs or memory, and GPUs stay in PCI order."""
     anyway: bool = False
     """True = start also what does not fit or is pointless."""
+    again: bool = False
+    """True = the next attempt of run `resume`, by its supervisor: as it was, from its last complete checkpoint if it has one."""
+    queue: bool = False
+    """True = wait for GPUs that another run holds."""
+    hang: Hang | None = HANG
+    """When a rank that makes no progress ends the attempt; None = never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +92,24 @@ def prepare(fleet: Fleet | None, cluster: Cluster, wish: Wish) -> Prepared:
     """Return what is to be run. Asks the nodes only to resume; without that `fleet` may be None. Raises UsageError."""
     runs_folder = PurePosixPath(wish.nodes[0].paths.runs)
     if is_script(wish.target):
-        return _prepare_script(wish, runs_folder)
+        return _prepare_script(fleet, cluster, wish, runs_folder)
     previous: Run | None = None
     nodes, nproc = wish.nodes, wish.nproc
-    if wish.resume is not None:
+    if wish.again:
+        assert fleet is not None and wish.resume
+        previous = find_run(fleet, cluster, wish.resume)
+        if previous.resolved is None:
+            raise UsageError(
+                f"run {previous.id}", "its recipe.json cannot be read", "the file it was started with", "r4090c jobs"
+            )
+        recipe = at_world_size(previous.resolved, len(nodes) * _nproc_of(previous, wish), previous.plan["world_size"])
+    elif wish.resume is not None:
         assert fleet is not None
         recipe_name = load_recipe(wish.target)["name"]
         previous = find_run(fleet, cluster, wish.resume) if wish.resume else _last_run(fleet, cluster, recipe_name)
         recipe = _resumed_recipe(previous, recipe_name, wish)
-        nodes, nproc = _resumed_place(cluster, previous, wish)
+        nodes, nproc = _resumed_place(cluster, previous, recipe, wish)
+        recipe = at_world_size(recipe, len(nodes) * nproc, previous.plan["world_size"])
     else:
         recipe = load_recipe(wish.target, wish.sets)
     run = RunPaths(runs_folder / (previous.id if previous else new_run_id(wish.label or recipe["name"])))
@@ -93,15 +117,16 @@ def prepare(fleet: Fleet | None, cluster: Cluster, wish: Wish) -> Prepared:
     shared = SharedPaths(PurePosixPath(nodes[0].paths.shared))
     args = ("--recipe", str(run.recipe), "--run-dir", str(run.root), "--data-dir", str(shared.data), *wish.args)
     script = f"train/{recipe['script']}"
-    job = Job(wish.label or recipe["name"], script, args, nproc, recipe["steps"], wish.env, wish.affinity)
+    name = previous.recipe if previous and wish.again else wish.label or recipe["name"]
+    job = Job(name, script, args, nproc, recipe["steps"], wish.env, wish.affinity, wish.hang)
     return Prepared(job, run, previous.attempt + 1 if previous else 1, recipe, our_files(), nodes)
 
 
-def _prepare_script(wish: Wish, runs_folder: PurePosixPath) -> Prepared:
+def _prepare_script(fleet: Fleet | None, cluster: Cluster, wish: Wish, runs_folder: PurePosixPath) -> Prepared:
     script = Path(wish.target)
     if not script.is_file():
         raise UsageError(wish.target, "no such file", "a Python script, or a recipe's name", "r4090c launch --help")
-    if wish.sets or wish.resume is not None:
+    if wish.sets or (wish.resume is not None and not wish.again):
         raise UsageError(
             wish.target,
             "--set and --resume are for recipes",
@@ -112,8 +137,12 @@ def _prepare_script(wish: Wish, runs_folder: PurePosixPath) -> Prepared:
     files = {**our_files(), **user_files(script, wish.code)}
     name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in script.stem).strip("-") or "script"
     own = f"user/{script.resolve().relative_to(root).as_posix()}"
-    job = Job(name, own, wish.args, wish.nproc, None, wish.env, wish.affinity)
-    return Prepared(job, RunPaths(runs_folder / new_run_id(name)), 1, None, files, wish.nodes)
+    job = Job(name, own, wish.args, wish.nproc, None, wish.env, wish.affinity, wish.hang)
+    if not wish.again:
+        return Prepared(job, RunPaths(runs_folder / new_run_id(name)), 1, None, files, wish.nodes)
+    assert fleet is not None and wish.resume
+    previous = find_run(fleet, cluster, wish.resume)
+    return Prepared(job, RunPaths(runs_folder / previous.id), previous.attempt + 1, None, files, wish.nodes)
 
 
 def _last_run(fleet: Fleet, cluster: Cluster, recipe: str) -> Run:
@@ -145,13 +174,14 @@ def _resumed_recipe(previous: Run, name: str, wish: Wish) -> dict[str, Any]:
     return recipe
 
 
-def _resumed_place(cluster: Cluster, previous: Run, wish: Wish) -> tuple[tuple[Node, ...], int]:
-    """Return the nodes and ranks a node on which `previous` can go on. Raises UsageError for another world size.
+def _nproc_of(previous: Run, wish: Wish) -> int:
+    """Return the ranks of a node: as many as asked for, else as the run had."""
+    return wish.nproc or len(previous.plan["nodes"][0]["ranks"])
 
-    A ZeRO checkpoint loads only at its own world size (DeepSpeed issue trackers call the way out "universal checkpoint").
-    """
-    world = previous.plan["world_size"]
-    nproc = wish.nproc or len(previous.plan["nodes"][0]["ranks"])
+
+def _resumed_place(cluster: Cluster, previous: Run, recipe: Mapping[str, Any], wish: Wish) -> tuple[tuple[Node, ...], int]:
+    """Return the nodes and ranks a node on which `previous` can go on. Raises UsageError where its checkpoint does not load."""
+    world, nproc = previous.plan["world_size"], _nproc_of(previous, wish)
     nodes = wish.nodes
     if not wish.nodes_chosen:
         known = {node.name: node for node in cluster.nodes}
@@ -160,13 +190,14 @@ def _resumed_place(cluster: Cluster, previous: Run, wish: Wish) -> tuple[tuple[N
             told = f"{', '.join(missing)} is no longer in the inventory"
             raise UsageError(f"run {previous.id}", told, f"--nodes with {len(previous.nodes)} nodes", "r4090c nodes")
         nodes = tuple(known[name] for name in previous.nodes)
-    if len(nodes) * nproc != world:
-        observed = f"{len(nodes)} nodes × {nproc} ranks; its checkpoint was written by {world} ranks"
+    refused = world_sizes_allowed(recipe, len(nodes) * nproc, world)
+    if refused is not None:
+        observed = f"{len(nodes)} nodes × {nproc} ranks: {refused}"
         how = " or ".join(f"{n} × {world // n}" for n in range(1, world + 1) if world % n == 0)
         raise UsageError(
             f"run {previous.id}",
             observed,
-            f"the same world size, {world} (nodes × ranks: {how}): a ZeRO checkpoint loads at no other",
+            f"the same world size, {world} (nodes × ranks: {how})",
             f"r4090c launch {previous.recipe} --resume {previous.id}",
         )
     return nodes, nproc
@@ -344,8 +375,21 @@ def start(
     """Check, sync, plan and start; return the supervisor of the running attempt. Raises R4090cError; nothing is left then.
 
     `announce(plan)` is called before anything runs: from then on the run has an id that can be stopped.
-    Facts are gathered and the code is synced at the same time; the gate judges before any rank starts.
+    Facts are gathered and the code is synced at the same time; the gate judges before any rank starts. Raises GpusTaken where
+    another run holds the GPUs, or waits for them (`wish.queue`).
     """
+    while True:
+        try:
+            return _start(fleet, cluster, wish, say, announce)
+        except GpusTaken as taken:
+            if not wish.queue:
+                raise
+            wait_until_free(fleet, taken, say)
+
+
+def _start(
+    fleet: Fleet, cluster: Cluster, wish: Wish, say: Callable[[str], None], announce: Callable[[Plan], None]
+) -> Supervisor:
     prepared = prepare(fleet, cluster, wish)
     if prepared.recipe is not None:
         require_trainable(prepared.recipe)
@@ -367,7 +411,11 @@ def start(
     if synced and isinstance(synced[0], UsageError):
         raise synced[0]  # a wrong recipe: first, as it is mended before any node is
     if wish.gate:
-        gate(findings)
+        try:
+            gate(findings)
+        except R4090cError:  # a GPU in use may be all there is to it: then who uses it is worth more than that it is used
+            _require_free(fleet, {node.name: _all_gpus(node, facts[node.name]) for node in prepared.nodes})
+            raise
     thread.join()
     if isinstance(synced[0], BaseException):
         raise synced[0]
@@ -377,6 +425,7 @@ def start(
     hopeless = refuse(wish, prepared.recipe, foreseen)
     if hopeless is not None:
         raise hopeless
+    _require_free(fleet, {node.name: node.leases for node in plan.nodes})
     files = {str(prepared.run.facts): json.dumps({name: asdict(fact) for name, fact in facts.items()}, default=str)}
     if prepared.recipe is not None:
         files[str(prepared.run.recipe)] = json.dumps(prepared.recipe, indent=1)
@@ -385,3 +434,14 @@ def start(
     say(f"starting {plan.world_size} ranks on {', '.join(names)}")
     supervisor.start(files)
     return supervisor
+
+
+def _all_gpus(node: Node, facts: NodeFacts) -> list[str]:
+    return [gpu.pci for gpu in facts.gpus.value or ()] if node.gpus else []
+
+
+def _require_free(fleet: Fleet, wanted: Mapping[str, Sequence[str]]) -> None:
+    """Raise GpusTaken where another run holds any of the `wanted` GPUs (node -> PCI addresses)."""
+    held = holders(fleet, wanted)
+    if held:
+        raise GpusTaken(held)

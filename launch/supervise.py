@@ -7,9 +7,11 @@ is reopened, and only when the others have ended, or nobody answers, does it cou
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import queue
+import secrets
 import signal
 import threading
 import time
@@ -20,6 +22,7 @@ from pathlib import PurePosixPath
 from typing import Any, Protocol
 
 from launch.diagnose import Cause, first_cause
+from launch.holders import GpusTaken, holders_of
 from launch.plan import NodePlan, Plan, plan_json, secrets_of
 from launch.sync import AGENT
 from r4090c.errors import CouldNotTell, R4090cError, TrainingFailed
@@ -85,9 +88,13 @@ class Outcome:
 class Supervisor:
     """One attempt of one run."""
 
-    def __init__(self, fleet: Fleet, plan: Plan, token: str) -> None:
+    def __init__(self, fleet: Fleet, plan: Plan, token: str | None) -> None:
+        """`token` None: the attempt was started by another supervisor, which is gone."""
         self.fleet = fleet
         self.plan = plan
+        self.me = {"id": secrets.token_hex(8), "who": f"{account()}@{os.uname().nodename}, process {os.getpid()}"}
+        self.supervised_by: str | None = None
+        """Another controller that supervises this run; then this one only looks on."""
         self.paths = RunPaths(PurePosixPath(plan.run_dir))
         self._token = token
         self._queue: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
@@ -124,7 +131,7 @@ class Supervisor:
                 request["folders"] = [str(folder) for folder in folders]
                 text = json.dumps(plan, indent=1)
                 request["files"] = {str(self.paths.plan): text, str(self.paths.attempt_plan(self.plan.attempt)): text, **files}
-                request["outdated"] = [str(self.paths.diagnosis)]
+                request["outdated"] = [str(self.paths.diagnosis), str(self.paths.stop)]
             done = shell.run(
                 ["python3", "-I", "-S", f"{self.plan.code.tree}/launch/agent.py", "start"],
                 stdin=json.dumps(request).encode(),
@@ -146,6 +153,10 @@ class Supervisor:
             if isinstance(result, NodeError):
                 self.stop("the controller (an agent did not start)", follows=True)
                 raise result
+            if result.get("busy"):
+                self.stop("the controller (another run holds the GPUs)", follows=True)
+                taken = {name: one["busy"] for name, one in results.items() if not isinstance(one, NodeError) and one.get("busy")}
+                raise GpusTaken([holder for name, busy in taken.items() for holder in holders_of(name, busy)])
             if "error" in result:
                 self.stop("the controller (an agent did not start)", follows=True)
                 raise TrainingFailed(name, f"the agent did not start: {result['error']}", "", f"r4090c preflight --nodes {name}")
@@ -170,7 +181,9 @@ class Supervisor:
 
     def _follow_once(self, node: NodePlan, files: dict[str, list[Any]]) -> str | None:
         """Queue what the follower on `node` tells; return None when it told the end, else why it stopped telling."""
-        what = {"run_id": self.plan.run_id, "node": node.name, "files": list(files.values())}
+        what: dict[str, Any] = {"run_id": self.plan.run_id, "node": node.name, "files": list(files.values())}
+        if node.node_rank == 0:
+            what["supervisor"] = self.me
         argv = ["python3", "-I", "-S", f"{self.plan.code.tree}/launch/agent.py", "follow", json.dumps(what)]
         try:
             stream = self._streams[node.name] = self.fleet.shell(node.name).stream(argv)
@@ -221,6 +234,8 @@ class Supervisor:
         if view.silent_since is not None:
             view.silent_since = None
             watcher.note(f"{name}: answers again")
+        if "supervisor" in message:
+            self._note_supervisor(message["supervisor"], watcher)
         if "line" in message:
             kind, text = message["line"]
             if kind == "log":
@@ -245,8 +260,18 @@ class Supervisor:
         if message.get("agent_gone"):
             view.over = True
 
+    def _note_supervisor(self, told: Mapping[str, Any], watcher: Watcher) -> None:
+        other = None if told.get("id") == self.me["id"] else str(told.get("who"))
+        if other is not None and self.supervised_by is None:
+            watcher.note(f"{other} supervises this run; looking on only")
+        elif other is None and self.supervised_by is not None:
+            watcher.note(f"{self.supervised_by} is gone; supervising from here on")
+        self.supervised_by = other
+
     def _stop_the_late(self, watcher: Watcher) -> None:
         """Stop the nodes that go on long after another has ended badly: their agents may not have met it yet."""
+        if self.supervised_by is not None:
+            return
         if self._ended_badly_at is None:
             if any(view.over and view.outcome != "done" for view in self._views.values()):
                 self._ended_badly_at = time.monotonic()
@@ -278,11 +303,12 @@ class Supervisor:
 
     def _outcome(self) -> Outcome:
         views = self._views
-        if all(view.over and view.outcome == "done" for view in views.values()):
+        if any(view.outcome == "done" for view in views.values()):  # an agent ends so once every node's ranks have ended well
             return Outcome("done", None)
         unreachable = {name: view.why for name, view in views.items() if not view.over}
         reachable = [name for name in views if name not in unreachable]
-        left = self.stop("the supervisor (the attempt had ended)", only=reachable, follows=True).left
+        looks_on = self.supervised_by is not None
+        left = {} if looks_on else self.stop("the supervisor (the attempt had ended)", only=reachable, follows=True).left
         events = [event for view in views.values() if view.state is not None for event in view.state.get("events", [])]
         for name, view in views.items():
             if view.over and view.outcome is None:
@@ -296,7 +322,8 @@ class Supervisor:
             ssh={name: ssh_command(self.fleet.nodes[name]) for name in self.names},
         )
         outcome = "stopped" if cause.kind == "stopped" else "failed"
-        self._write_diagnosis(cause, reachable)
+        if not looks_on:
+            self._write_diagnosis(cause, reachable)
         return Outcome(outcome, cause, left)
 
     def _write_diagnosis(self, cause: Cause, reachable: Sequence[str]) -> None:
@@ -304,23 +331,36 @@ class Supervisor:
         text = json.dumps({"schema": "r4090c.diagnosis/1", "attempt": self.plan.attempt, **asdict(cause)}, indent=1)
         for name in reachable:
             try:
-                self.fleet.shell(name).put(str(self.paths.diagnosis), text.encode(), timeout_s=10)
+                for path in (self.paths.diagnosis, self.paths.attempt_diagnosis(self.plan.attempt)):
+                    self.fleet.shell(name).put(str(path), text.encode(), timeout_s=10)
                 return
             except NodeError:
                 continue
 
     # ------------------------------------------------------------------ stop
 
+    def leave(self) -> None:
+        """Follow no longer; the attempt goes on."""
+        self._closing.set()
+        for stream in list(self._streams.values()):
+            stream.close()
+
     def stop(self, by: str, only: Sequence[str] | None = None, *, follows: bool = False) -> Stopped:
         """End the attempt on every node (or `only` those); return what would not go and who did not answer.
 
         Nodes that do not answer are left to their own agents' leases. `follows`: the attempt has failed already.
         """
-        self._closing.set()
-        for stream in list(self._streams.values()):
-            stream.close()
+        self.leave()
         names = self.names if only is None else only
         return stop_run(self.fleet, self.plan.run_id, names, by, token=self._token, follows=follows)
+
+
+def account() -> str:
+    """Return who runs this, for people."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # an account that has no name here, as in a container
+        return f"account {os.getuid()}"
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from r4090c.paths import SharedPaths
 from r4090c.remote import Fleet, NodeError, Shell
 
 PROJECT = Path(__file__).resolve().parent.parent
-OURS = ("launch/agent.py", "launch/rank.py", "train", "ds_configs")
+OURS = ("launch/agent.py", "launch/hang.py", "launch/leases.py", "launch/rank.py", "train", "ds_configs")
 SKIPPED_FOLDERS = {
     "__pycache__",
     ".git",
@@ -40,6 +40,7 @@ USER_LIMIT_MIB = 64
 """est.: a project's code is far below; more means that data would be sent."""
 
 AGENT = (PROJECT / "launch" / "agent.py").read_text(encoding="utf-8")
+LEASES = (PROJECT / "launch" / "leases.py").read_text(encoding="utf-8")
 """The agent's source: `Shell.ask` runs its main() on a node without needing any file there."""
 
 UNPACK = (

@@ -263,6 +263,7 @@ class NodeEntry(_Part):
     ssh: SshPart = Field(SshPart(), json_schema_extra=_drop_default, description="What differs from the top-level `ssh`.")
     paths: NodePaths = Field(NodePaths(), json_schema_extra=_drop_default, description="What differs from the top-level `paths`.")
     env: Env = Field({}, description="Environment of this node's ranks, over the common `env`. Values in quotes.")
+    spare: bool = Field(False, description="true = runs use it only in the place of a node that fails, or when --nodes names it.")
 
 
 class NetworkPart(_Part):
@@ -1036,6 +1037,7 @@ def _resolve(parsed: ClusterFile, file: str) -> Cluster:
                 gpus=entry.gpus,
                 paths=Paths(shared=parsed.paths.shared, runs=runs, python=entry.paths.python or parsed.paths.python),
                 env=dict(entry.env),
+                spare=entry.spare,
             )
         )
     network, storage = parsed.network, parsed.storage
@@ -1100,22 +1102,26 @@ def mistake_in(cluster: Cluster) -> str:
 # --------------------------------------------------------------------------- --nodes
 
 
-def select_nodes(cluster: Cluster, wanted: str | None) -> tuple[Node, ...]:
+def select_nodes(cluster: Cluster, wanted: str | None, *, spares: bool = True) -> tuple[Node, ...]:
     """Return the nodes that `wanted` asks for, in its order: None = all, "2" = the first two, else names and ranges.
 
-    "node01,node03" and "node[01-03],gpu7" work; a node whose name is a number is meant before a count. Raises UsageError
-    (all mistakes at once) for unknown and repeated names and for a count that is 0 or more than there are.
+    "node01,node03" and "node[01-03],gpu7" work; a node whose name is a number is meant before a count. Without `spares`, all
+    and a count mean those that are no spare. Raises UsageError (all mistakes at once) for unknown and repeated names and for a
+    count that is 0 or more than there are.
     """
+    counted = cluster.nodes if spares else tuple(node for node in cluster.nodes if not node.spare)
+    if not counted:
+        raise UsageError("cluster.yaml: nodes", "all are spares", "at least one that is none", "remove a `spare: true`")
     if wanted is None:
-        return cluster.nodes
+        return counted
     by_name = {node.name: node for node in cluster.nodes}
     text = wanted.strip()
     if re.fullmatch(r"[-+]?[0-9]{1,9}", text) and text not in by_name:
-        if not 1 <= int(text) <= len(cluster.nodes):
-            raise UsageError(
-                f"--nodes {text}", f"{cluster.name} has {len(cluster.nodes)} nodes", f"a count from 1 to {len(cluster.nodes)}"
-            )
-        return cluster.nodes[: int(text)]
+        if not 1 <= int(text) <= len(counted):
+            kept = f" and {len(cluster.nodes) - len(counted)} spare" if len(counted) < len(cluster.nodes) else ""
+            observed, expected = f"{cluster.name} has {len(counted)} nodes{kept}", f"a count from 1 to {len(counted)}"
+            raise UsageError(f"--nodes {text}", observed, expected)
+        return counted[: int(text)]
     allowed = f"a count, or names among: {_shorten(', '.join(by_name))}"
     mistakes: list[UsageError] = []
     chosen: dict[str, Node] = {}

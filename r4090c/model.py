@@ -40,7 +40,10 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine. `data_address` is where its peers reach it on the data network; `gpus` is how many it should have."""
+    """One machine. `data_address` is where its peers reach it on the data network; `gpus` is how many it should have.
+
+    `spare`: a run uses it only when it is named, or in the place of a node that fails.
+    """
 
     name: str
     ssh: Ssh
@@ -48,6 +51,7 @@ class Node:
     gpus: int
     paths: Paths
     env: Mapping[str, str] = field(default_factory=dict)
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,11 @@ class RunPaths:
         """Why the last attempt ended: the first cause."""
         return self.root / "diagnosis.json"
 
+    @property
+    def stop(self) -> PurePosixPath:
+        """Who ended the run by `r4090c stop`: no supervisor starts it again. The next launch removes it."""
+        return self.root / "stop.json"
+
     def agent(self, node: str) -> PurePosixPath:
         """State file of one node's agent."""
         return self.agents / f"{node}.json"
@@ -104,6 +109,10 @@ class RunPaths:
     def attempt_plan(self, number: int) -> PurePosixPath:
         """What attempt `number` ran; `plan` is that of the last attempt."""
         return self.attempt(number) / "plan.json"
+
+    def attempt_diagnosis(self, number: int) -> PurePosixPath:
+        """Why attempt `number` ended; `diagnosis` is that of the last attempt."""
+        return self.attempt(number) / "diagnosis.json"
 
     def rank_log(self, number: int, rank: int) -> PurePosixPath:
         """Log of one global rank in attempt `number`."""

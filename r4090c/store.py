@@ -28,6 +28,7 @@ CREATE TABLE IF NOT EXISTS sample (night TEXT, repeat INTEGER, nodes TEXT, ranks
 CREATE TABLE IF NOT EXISTS p2p (
     cluster TEXT, node TEXT, fingerprint TEXT, proven INTEGER, date TEXT, reason TEXT, PRIMARY KEY (cluster, node)
 );
+CREATE TABLE IF NOT EXISTS resting (cluster TEXT, node TEXT, until REAL, why TEXT, PRIMARY KEY (cluster, node));
 CREATE TABLE IF NOT EXISTS port (
     cluster TEXT, node TEXT, port TEXT, passed INTEGER, carries INTEGER, date TEXT, reason TEXT, PRIMARY KEY (cluster, node, port)
 );
@@ -155,6 +156,25 @@ def port_tests(cluster: str) -> dict[str, dict[str, PortTest]]:
     for node, port, passed, carries, date, reason in rows:
         found.setdefault(node, {})[port] = PortTest(port, bool(passed), bool(carries), date, reason)
     return found
+
+
+def rest_node(cluster: str, node: str, until: float, why: str) -> None:
+    """Remember that a node failed a run, and is not to be relied on before `until` (seconds since the epoch)."""
+    with _database() as database:
+        database.execute("INSERT OR REPLACE INTO resting VALUES (?,?,?,?)", (cluster, node, until, why))
+
+
+def resting_nodes(cluster: str) -> dict[str, str]:
+    """Return node -> why it failed a run lately, of the nodes that are still resting from that."""
+    with _database() as database:
+        wanted = "SELECT node, why FROM resting WHERE cluster=? AND until>? ORDER BY node"
+        return dict(database.execute(wanted, (cluster, time.time())).fetchall())
+
+
+def wake_node(cluster: str, node: str) -> bool:
+    """Forget that a node failed a run; False when nothing was remembered of it."""
+    with _database() as database:
+        return database.execute("DELETE FROM resting WHERE cluster=? AND node=?", (cluster, node)).rowcount > 0
 
 
 def record_run(run_id: str, cluster: str, recipe: str, nodes: Sequence[str], run_dir: str) -> None:

@@ -102,7 +102,7 @@ def test_what_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
 
 def test_the_report_holds_the_fastest_peer_against_ours_and_leaves_out_other_losses(tmp_path: Path) -> None:
     absent = {"HF Trainer": "not installed: x"}
-    record = Record(tmp_path, "train", versions={}, rounds=2, steps=4, tokens_per_step=100, set=[], absent=absent)
+    record = Record(tmp_path, "train", versions={}, rounds=2, steps=4, starts=1, tokens_per_step=100, set=[], absent=absent)
     chosen = [
         train.Contender(train.OURS, (), train.ZERO2, peer=False),
         train.Contender(train.DDP, (), train.PLAIN_DDP),

@@ -985,6 +985,19 @@ def test_select_nodes_refuses(six: Cluster, wanted: str, observed: str, expected
     assert hint in found.next_command
 
 
+def test_spares_are_taken_only_when_they_are_named() -> None:
+    cluster = load(HEAD + "nodes:\n  - {name: a, gpus: 1}\n  - {name: b, gpus: 1, spare: true}\n  - {name: c, gpus: 1}\n")
+    assert [node.name for node in select_nodes(cluster, None)] == ["a", "b", "c"]
+    assert [node.name for node in select_nodes(cluster, None, spares=False)] == ["a", "c"]
+    assert [node.name for node in select_nodes(cluster, "2", spares=False)] == ["a", "c"]
+    assert [node.name for node in select_nodes(cluster, "b,a", spares=False)] == ["b", "a"]
+    (found,) = mistakes(lambda: select_nodes(cluster, "3", spares=False))
+    assert found.observed.endswith("has 2 nodes and 1 spare")
+    only = load(HEAD + "nodes:\n  - {name: a, gpus: 1, spare: true}\n")
+    (found,) = mistakes(lambda: select_nodes(only, None, spares=False))
+    assert found.observed == "all are spares"
+
+
 def test_select_nodes_tells_all_mistakes(six: Cluster) -> None:
     assert len(mistakes(lambda: select_nodes(six, "x,y,node01,node01"))) == 3
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from r4090c.cli import main
 from r4090c.cli.nodes import ssh_text
 from r4090c.inventory import FILL_IN, json_schema, load_cluster_text
 from r4090c.model import Ssh
+from r4090c.store import rest_node
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "inventory"
@@ -84,6 +86,8 @@ def test_json_is_api_and_holds_no_environment_values(run: Run, tmp_path: Path) -
                 "ssh": {"address": "c", "port": 2222, "user": "d", "jump": "e@f:22"},
                 "data_address": "c",
                 "gpus": 1,
+                "spare": False,
+                "resting": None,
                 "paths": {"shared": "/s", "runs": "/s/r4090c/runs", "python": "/p"},
                 "env": ["TOKEN"],
             }
@@ -197,3 +201,20 @@ def test_process_reads_no_network_library(tmp_path: Path) -> None:
     for module in ("fabric", "paramiko", "torch"):
         assert f"'{module}'" not in done.stderr
     assert "'pydantic'" in done.stderr
+
+
+def test_a_node_that_failed_a_run_is_told_until_it_is_woken(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("R4090C_STATE", str(tmp_path / "state"))
+    (tmp_path / "cluster.yaml").write_text(
+        "name: a\nnodes: [{name: n, gpus: 1}, {name: m, gpus: 1}]\npaths: {shared: /s, python: /p}\n"
+    )
+    rest_node("a", "n", time.time() + 100, "GPU 3 fell off the bus")
+    rest_node("a", "m", time.time() - 1, "long ago")
+    rest_node("another", "m", time.time() + 100, "elsewhere")
+    assert run("nodes")[2] == "n failed a run lately: GPU 3 fell off the bus\n  forget it: r4090c nodes --wake n\n"
+    told = json.loads(run("nodes", "--json")[1])["nodes"]
+    assert [(one["name"], one["resting"]) for one in told] == [("n", "GPU 3 fell off the bus"), ("m", None)]
+    assert run("nodes", "--wake", "x")[0] == 2
+    assert run("nodes", "--wake", "n")[:2] == (0, "n: forgotten\n")
+    assert run("nodes")[2] == ""
+    assert run("nodes", "--wake", "n")[:2] == (0, "n: nothing was remembered of it\n")

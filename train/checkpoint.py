@@ -24,7 +24,7 @@ from typing import Any
 
 from train.errors import FAILED, Stop
 from train.metrics import replace_file
-from train.recipe import Checkpoint, Recipe
+from train.recipe import AUTO, Checkpoint, Recipe
 from train.storage import limited, refused, sha256_of, told_bytes
 
 STATE = "state"
@@ -158,6 +158,24 @@ def find_start(checkpoints: Path, recipe: Recipe, world_size: int, data_sha256: 
     return newest
 
 
+def divided(recipe: Recipe, start: Saved | None, world_size: int) -> Recipe:
+    """Return the recipe as so many ranks train it after `start`: with the global batch that the run began with.
+
+    Where that needs it the micro-batch becomes smaller, never larger. Raises Stop when nothing divides it.
+    """
+    began = first_world_size(start) if start else world_size
+    if began == world_size or recipe.micro_batch == AUTO:
+        return recipe.divided(world_size)
+    batch = recipe.samples_per_step(began)
+    fitting = [size for size in range(1, recipe.micro_batch + 1) if batch % (size * world_size) == 0]
+    return recipe.model_copy(update={"global_batch": batch}).divided(world_size, max(fitting, default=1))
+
+
+def first_world_size(start: Saved) -> int:
+    """Return how many ranks the run began with: where the recipe tells no global_batch, it follows from them."""
+    return int(start.manifest.get("first_world_size", start.manifest["world_size"]))
+
+
 def agree_on_start(
     start: Saved | None, checkpoints: Path, check: Callable[[Saved], None], ranks: Ranks, say: Callable[[str], None] = print
 ) -> Saved | None:
@@ -204,12 +222,15 @@ def _read_patiently(folder: Path) -> Saved | str:
 def require_same(saved: Saved, recipe: Recipe, world_size: int, data_sha256: str) -> None:
     """Raise Stop unless a run with this world size, data and model can continue from `saved`."""
     manifest, file = saved.manifest, saved.folder / COMPLETE
-    if manifest["world_size"] != world_size:
+    quantized = recipe.optimizer.name == "adamw8bit"
+    if manifest["world_size"] != world_size and (quantized or not recipe.elastic):
+        why = "moments of 8 bits cannot be divided anew" if quantized else "the recipe says elastic: false"
         raise Stop(
             file,
             f"saved by {manifest['world_size']} ranks, this run has {world_size}",
-            f"{manifest['world_size']} ranks: ZeRO shards load only at the same number",
-            f"start {manifest['world_size']} ranks, or begin anew with another --run-dir (`r4090c export` needs no ranks at all)",
+            f"{manifest['world_size']} ranks: {why}",
+            f"start {manifest['world_size']} ranks, {'' if quantized else 'set elastic: true, '}or begin anew with another "
+            "--run-dir (`r4090c export` needs no ranks at all)",
         )
     if manifest["data_sha256"] != data_sha256:
         raise Stop(

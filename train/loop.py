@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -37,6 +38,7 @@ from train.profiling import Tracer
 from train.recipe import AUTO, Recipe, zero_of
 from train.state import state_bytes, write_state
 from train.timing import StepTimes
+from train.universal import divided_anew
 from train.weights import Weights
 
 __all__ = ["Place", "all_ranks", "build_engine", "choose_precision", "describe", "join_ranks", "leave_ranks", "train"]
@@ -169,16 +171,18 @@ def train(
     profiled: bool = False,
 ) -> None:
     """Run the steps after `start` up to the recipe's last one, saving and evaluating as the recipe says."""
-    first = 1
+    first, ranks = 1, all_ranks(place)
     precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
     if start:
         checkpoint.require_same_state(start, engine.zero_optimization_stage(), precision)
-        loaded, _ = engine.load_checkpoint(
-            str(start.folder),
-            tag=checkpoint.STATE,
-            load_lr_scheduler_states=False,
-            custom_load_fn=None if recipe.method == "full" else partial(load_adapters, start.folder),
-        )
+        same = start.manifest["world_size"] == place.world_size
+        with contextlib.nullcontext() if same else divided_anew(engine, start, ranks):
+            loaded, _ = engine.load_checkpoint(
+                str(start.folder),
+                tag=checkpoint.STATE,
+                load_lr_scheduler_states=False,
+                custom_load_fn=None if recipe.method == "full" else partial(load_adapters, start.folder),
+            )
         if loaded is None:  # DeepSpeed only warns, and would go on from random weights
             raise Stop(
                 start.folder, "DeepSpeed does not load it", "a checkpoint of this DeepSpeed", "see the lines above", FAILED
@@ -192,12 +196,12 @@ def train(
     global_batch = recipe.samples_per_step(place.world_size)
     units_per_step = global_batch * recipe.units_per_sample
     watch = LossWatch(recipe.loss_spike)
-    ranks = all_ranks(place)
     copies = Copies(recipe.checkpoint, run.name) if metrics and recipe.checkpoint.copy_to else None
     if copies and start:
         copies.offer(start.folder)
     manifest = {
         "world_size": place.world_size,
+        "first_world_size": checkpoint.first_world_size(start) if start else place.world_size,
         "data_sha256": prepared.sha256,
         "recipe": recipe.model_dump(mode="json"),
         "zero_stage": engine.zero_optimization_stage(),

@@ -84,7 +84,6 @@ def run(arguments: argparse.Namespace) -> None:
     recipe = read_recipe(arguments.recipe)
     if arguments.steps:
         recipe = recipe.model_copy(update={"steps": arguments.steps})
-    recipe = recipe.divided(world_size)
     if rank == 0 and recipe.checkpoint.copy_to:
         copies.check_url(recipe.checkpoint.copy_to)
     weights = find_weights(recipe.model, arguments.data_dir.parent / "models")
@@ -102,13 +101,12 @@ def run(arguments: argparse.Namespace) -> None:
         for name, why in checkpoint.all_damaged(checkpoints).items():
             print(f"left {name} alone, it is damaged: {why}", flush=True)
     start = checkpoint.find_start(checkpoints, recipe, world_size, prepared.sha256)
+    checkpoint.divided(recipe, start, world_size)  # what cannot be divided is told before the imports
 
     watch.lap("files")
     loop, device = import_libraries(local_rank)
     watch.lap("imports")
     precision = loop.choose_precision(recipe.precision, device)
-    config = deepspeed_config(recipe, DS_CONFIGS / recipe.ds_config, world_size, precision)
-
     heartbeat.beat("init")
     place = loop.Place(rank, local_rank, world_size)
     loop.join_ranks(device, timeout_s)
@@ -120,6 +118,8 @@ def run(arguments: argparse.Namespace) -> None:
     start = checkpoint.agree_on_start(
         start, checkpoints, lambda saved: checkpoint.require_same(saved, recipe, world_size, prepared.sha256), ranks
     )
+    recipe = checkpoint.divided(recipe, start, world_size)
+    config = deepspeed_config(recipe, DS_CONFIGS / recipe.ds_config, world_size, precision)
     watch.lap("checkpoint")
     engine, recipe = loop.build_engine(recipe, config, weights, place, device, precision)
     watch.lap("engine")
@@ -128,7 +128,9 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"ready    {watch}", flush=True)
         if start:
             changed = ", ".join(checkpoint.changed_keys(start, recipe)) or "nothing"
-            print(f"resume   after step {start.step}; changed in the recipe since: {changed}", flush=True)
+            saved_by = f"{start.manifest['world_size']} ranks"
+            others = "" if saved_by == f"{world_size} ranks" else f", saved by {saved_by}, now {world_size}"
+            print(f"resume   after step {start.step}{others}; changed in the recipe since: {changed}", flush=True)
     loop.train(recipe, engine, run_dir, prepared, place, device, start, heartbeat, held_out=held_out, profiled=arguments.profile)
     loop.leave_ranks(device)
 

@@ -5,6 +5,7 @@ Nothing is ever half there: a heartbeat is replaced as a whole, a line of metric
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -25,10 +26,19 @@ def replace_file(file: Path, text: str) -> None:
     aside.replace(file)
 
 
+LOCAL = "R4090C_LOCAL"
+"""Environment: a folder on this node's own disk, where who watches this rank looks."""
+
+
 class Heartbeat:
-    """The file `heartbeats/<rank>.json`: rank, phase, step and time. Written on a new phase, else at most once a second."""
+    """The file `heartbeats/<rank>.json`: rank, phase, step and time. Written on a new phase, else at most once a second.
+
+    First the same goes to `beat-<rank>.json` in the node's own folder: the shared one may hang, and then no beat is what tells.
+    """
 
     def __init__(self, run: Path, rank: int) -> None:
+        local = os.environ.get(LOCAL)
+        self.local_file = Path(local) / f"beat-{rank}.json" if local else None
         self.file = run / "heartbeats" / f"{rank}.json"
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.rank, self.phase, self.step, self.written_at_s = rank, "", 0, 0.0
@@ -41,6 +51,9 @@ class Heartbeat:
             return
         self.phase, self.written_at_s = phase, now_s
         beat = {"rank": self.rank, "phase": phase, "step": self.step, "time": round(now_s, 3)}
+        if self.local_file is not None:
+            with contextlib.suppress(OSError):  # a full /tmp must not end the training
+                replace_file(self.local_file, json.dumps(beat) + "\n")
         replace_file(self.file, json.dumps(beat) + "\n")
 
 

@@ -158,7 +158,7 @@ class Recipe(_Part):
     weights of 8 bits (LLM.int8) and 4 bits (nf4). `global_batch`: sequences of one optimizer step over all ranks; 0 is
     micro_batch × gradient_accumulation × ranks, otherwise gradient_accumulation follows from it. `loss_spike`: stop when the
     loss exceeds the median of the last steps so many times over, 0 = never. `wandb`: the project of Weights & Biases that the
-    metrics also go to, "" = none.
+    metrics also go to, "" = none. `elastic`: another number of ranks may continue the run, with the global batch it began with.
     """
 
     name: str
@@ -186,6 +186,7 @@ class Recipe(_Part):
     checkpoint: Checkpoint
     eval: Evaluation = Evaluation()
     wandb: str = ""
+    elastic: bool = True
     seed: int = Field(ge=0, le=MOST_SEED)
     resume: bool
 

@@ -14,7 +14,7 @@ from r4090c.model import Cluster, Finding, Iface, NetFact, Node, Status
 ID, GROUP, SCOPE, NEEDS = "data-interface", "nic", "cluster", ("net",)
 RULE = (
     "every peer reached over one real interface that is up (no lo, container bridge, VPN or overlay), from an address of the"
-    " stated subnet, at the stated rate, with one MTU on all nodes (fail)"
+    " stated subnet, data addresses on an interface of their node, at the stated rate, with one MTU on all nodes (fail)"
 )
 SOURCE = "NCCL issues 286, 1581, 1637; LlamaFactory issue 5014; horovod issue 584"
 
@@ -97,9 +97,14 @@ def _route_faults(node: Node, net: NetFact, cluster: Cluster) -> Iterator[Findin
         observed, expected = f"peers are reached from {listed(stray)}", f"an address in {subnet} (cluster.yaml)"
         yield Finding(ID, node.name, Status.FAIL, observed, expected, why, on(node, "ip -br address; ip route"))
     elif sources and is_address(node.data_address) and node.data_address not in sources:
-        why = "peers answer to the address the packets come from, not to the one in cluster.yaml"
-        observed, expected = f"peers are reached from {listed(sorted(sources))}", f"{node.data_address} (cluster.yaml)"
-        yield Finding(ID, node.name, Status.WARN, observed, expected, why, on(node, "ip -br address; ip route"))
+        expected, remedy = f"{node.data_address} (cluster.yaml)", on(node, "ip -br address; ip route")
+        if node.data_address in {address.partition("/")[0] for one in net.ifaces for address in one.addresses}:
+            why = "peers answer to the address the packets come from, not to the one in cluster.yaml"
+            yield Finding(ID, node.name, Status.WARN, f"peers are reached from {listed(sorted(sources))}", expected, why, remedy)
+        else:
+            why = "nobody reaches the node there: ranks that are to meet on it wait until they give up"
+            observed = f"no interface has the address {node.data_address}; peers are reached from {listed(sorted(sources))}"
+            yield Finding(ID, node.name, Status.FAIL, observed, expected, why, remedy)
 
 
 def _iface_faults(

@@ -25,13 +25,16 @@ from r4090c import __version__
 from r4090c.errors import Exit, R4090cError
 
 COMMANDS: dict[str, str] = {
+    "attach": "follow a run that goes on; supervise it when nobody does",
     "bench": "measure collectives by themselves",
     "checks": "show every check, what it expects and why",
     "data": "prepare text for training",
     "demo": "train on two nodes on this machine, without root or GPU",
+    "diagnose": "name the first cause of a failure, in any log or of a run",
     "env": "show the environment of the ranks, and why",
     "eval": "tell a run's loss on held-out data",
     "export": "turn a run's checkpoint into a folder that transformers or peft loads",
+    "exporter": "serve what GPUs, network and runs do now to Prometheus",
     "facts": "show what is true on every node",
     "jobs": "list runs and their state",
     "launch": "train a recipe or your own script on the cluster",
@@ -46,6 +49,7 @@ COMMANDS: dict[str, str] = {
     "recipes": "list the recipes, or print one",
     "schema": "print the JSON Schema of cluster.yaml",
     "stop": "stop a run on every node",
+    "top": "show what GPUs, network and runs do now",
     "topology": "show how the nodes are built and who is near whom",
 }
 """Command name -> one line of help. Each lives in `r4090c/cli/<name>.py` as `command`."""

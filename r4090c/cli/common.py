@@ -62,8 +62,8 @@ def styled(text: str, **style: Any) -> str:
 
 
 TAKE_CLUSTER = (
-    *("bench", "checks", "env", "eval", "export", "facts", "jobs", "launch", "lock", "logs", "nightly", "nodes", "plan"),
-    *("preflight", "provision", "stop", "topology"),
+    *("attach", "bench", "checks", "diagnose", "env", "eval", "export", "exporter", "facts", "jobs", "launch", "lock", "logs"),
+    *("nightly", "nodes", "plan", "preflight", "provision", "stop", "top", "topology"),
 )
 _given: list[str] = []
 """The `--cluster FILE` of this process, once it was asked for."""
@@ -146,14 +146,15 @@ def load(cluster_file: str | None) -> Cluster:
     return load_cluster(Path(find_cluster_file(cluster_file)))
 
 
-def choose_nodes(cluster: Cluster, wanted: str | None) -> tuple[Node, ...]:
+def choose_nodes(cluster: Cluster, wanted: str | None, *, spares: bool = True) -> tuple[Node, ...]:
     """Return the nodes `--nodes` asks for: None = all, "2" = the first two, else names with ranges.
 
-    Raises UsageError for a number out of range, an unknown or a repeated name.
+    Without `spares` (to train on), all and a count mean those that are no spare. Raises UsageError for a number out of range,
+    an unknown or a repeated name.
     """
     from r4090c.inventory import select_nodes
 
-    return select_nodes(cluster, wanted)
+    return select_nodes(cluster, wanted, spares=spares)
 
 
 def ask_or_replay(cluster_file: str | None, wanted: str | None, bundle: Path | None) -> tuple[Cluster, Raw]:

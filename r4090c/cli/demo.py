@@ -45,7 +45,7 @@ def command(folder: Path | None, sets: tuple[str, ...], as_json: bool) -> int:
     from netcheck.preflight import run_preflight
     from netcheck.report import screen
     from provision.loopback import LoopbackCluster
-    from r4090c.cli.launch import follow_attempt
+    from r4090c.cli.follow import follow_attempt
     from r4090c.inventory import load_cluster
     from r4090c.remote import Fleet
     from r4090c.store import state_folder
@@ -71,7 +71,8 @@ def command(folder: Path | None, sets: tuple[str, ...], as_json: bool) -> int:
             def begin() -> Supervisor:
                 return start(fleet, cluster, wish, lambda text: console.print(text, style="dim", markup=False))
 
-            result, code = follow_attempt(begin, began, as_json, resumable=False)
+            followed = follow_attempt(begin, began, as_json, resumable=False)
+            result, code = followed.told, followed.code
     if as_json:
         print_json(result)
     if code != Exit.OK:

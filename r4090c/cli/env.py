@@ -111,7 +111,7 @@ def command(
         )
     user = variables(env)
     cluster, raw = ask_or_replay(cluster_file, nodes, bundle)
-    chosen = choose_nodes(cluster, nodes)
+    chosen = choose_nodes(cluster, nodes, spares=False)
     if bundle is not None and nodes is None:
         chosen = tuple(one for one in chosen if one.name in raw.reach)  # a bundle may be of some nodes only
     if node is not None and node not in [one.name for one in chosen]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -26,17 +27,12 @@ from r4090c.cli.common import (
     styled,
     tell_error,
 )
+from r4090c.cli.follow import follow_run, policy_of, restart_options
 from r4090c.errors import Exit, UsageError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from launch.forecast import Forecast
     from launch.plan import Plan
-    from launch.supervise import Supervisor
-
-PROFILE = "profile  "
-"""Rank 0 begins with it what `--profile` is to tell (train/profiling.py)."""
 
 
 @click.command("launch", context_settings={"ignore_unknown_options": False})
@@ -68,7 +64,15 @@ PROFILE = "profile  "
     help="Continue from the last complete checkpoint of RUN [default: the recipe's last run].",
 )
 @click.option("--profile", is_flag=True, help="Trace some steps, and tell what share of the communication is hidden (recipes).")
-@click.option("--detach", is_flag=True, help="Return once the ranks are started; see `r4090c jobs`.")
+@click.option("--detach", is_flag=True, help="Return once the ranks are started; a process of its own supervises the run.")
+@restart_options
+@click.option("--queue", is_flag=True, help="Wait for GPUs that another run holds, instead of being refused.")
+@click.option(
+    "--hang-after",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="End an attempt when a rank makes no step for so long, or 10 × its median step [default: 120; 0: never].",
+)
 @click.option("--dry-run", is_flag=True, help="Print the exact argv, environment and CPU set of every rank; start nothing.")
 @click.option("--no-gate", is_flag=True, help="Launch although the quick preflight says the nodes are not fit.")
 @click.option("--anyway", is_flag=True, help="Launch although the plan says that it does not fit, or is pointless.")
@@ -86,6 +90,10 @@ def command(
     resume: str | None,
     profile: bool,
     detach: bool,
+    restart: bool | None,
+    node_wait: float | None,
+    queue: bool,
+    hang_after: float | None,
     dry_run: bool,
     no_gate: bool,
     anyway: bool,
@@ -102,8 +110,11 @@ def command(
       r4090c launch tiny --nodes 2 --set steps=100
       r4090c launch tiny --resume
       r4090c launch ./my_script.py --nodes node01,node03 -- --epochs 3
+      r4090c launch llama13b --detach --queue
       r4090c launch tiny --dry-run
     """
+    from launch.attempts import Attempts
+    from launch.plan import HANG
     from launch.recipe import is_script
     from launch.run import Wish, dry_plan, start
     from r4090c.remote import Fleet
@@ -113,7 +124,7 @@ def command(
             raise UsageError("--profile", f"{target} is a script of your own", "a recipe", "torch.profiler in your script")
         args = (*args, "--profile")
     cluster = load(cluster_file)
-    chosen = choose_nodes(cluster, nodes)
+    chosen = choose_nodes(cluster, nodes, spares=False)
     named = nodes is not None
     wish = Wish(
         target,
@@ -128,10 +139,13 @@ def command(
         not no_gate,
         affinity=not no_affinity,
         anyway=anyway,
+        queue=queue,
+        hang=HANG if hang_after is None else replace(HANG, floor_s=hang_after) if hang_after else None,
     )
+    restarts = not is_script(target) if restart is None else restart
     console = err()
     began = time.time()
-    with Fleet(cluster.nodes if resume is not None else chosen) as fleet:
+    with Fleet(cluster.nodes) as fleet:
         if dry_run:
             plan, foreseen, refused = dry_plan(fleet, cluster, wish)
             tell_doubts(plan)
@@ -149,8 +163,10 @@ def command(
 
             tell_doubts(plan)
             names = [node.name for node in plan.nodes]
+            tell_resting(cluster.name, names)
             remember(record_run, plan.run_id, cluster.name, plan.recipe, names, plan.run_dir)
-            console.print(f"run [bold]{plan.run_id}[/bold]  {plan.run_dir}", soft_wrap=True)
+            which = f", attempt {plan.attempt}" if plan.attempt > 1 else ""
+            console.print(f"run [bold]{plan.run_id}[/bold]{which}  {plan.run_dir}", soft_wrap=True)
 
         if detach:
             supervisor = start(fleet, cluster, wish, say, announce)
@@ -159,9 +175,17 @@ def command(
                 print_json({"run_id": plan.run_id, "run_dir": plan.run_dir, "nodes": supervisor.names, "state": "running"})
             else:
                 click.echo(plan.run_id)
-            console.print(pasteable(f"detached; follow with: r4090c logs {plan.run_id} -f"), soft_wrap=True)
+            log = supervise_apart(plan.run_id, cluster.file, restarts, node_wait)
+            console.print(f"detached; supervised by a process of its own: {log}", soft_wrap=True, markup=False)
+            console.print(pasteable(f"  follow with: r4090c attach {plan.run_id}"), soft_wrap=True, markup=False)
             return Exit.OK
-        result, ended = follow_attempt(lambda: start(fleet, cluster, wish, say, announce), began, as_json)
+        result, ended = follow_run(
+            lambda: start(fleet, cluster, wish, say, announce),
+            lambda again: start(fleet, cluster, again, say, announce),
+            Attempts(fleet, cluster, wish, say, policy_of(node_wait)) if restarts else None,
+            began,
+            as_json,
+        )
         if as_json:
             print_json(result)
         return ended
@@ -173,66 +197,31 @@ def tell_doubts(plan: Plan) -> None:
         click.echo(f"{styled('warning:', fg='yellow')} {pasteable(text)}", err=True)
 
 
-def follow_attempt(
-    begin: Callable[[], Supervisor], began: float, quiet: bool = False, *, resumable: bool = True
-) -> tuple[dict[str, Any], int]:
-    """Start an attempt with `begin`, follow it to its end, showing progress; return (what came of it, exit code).
+def tell_resting(cluster: str, names: Sequence[str]) -> None:
+    """Warn of nodes that failed a run lately; who names them, or has no others, takes them all the same."""
+    from r4090c.store import resting_nodes
 
-    `quiet`: stdout is kept free. Ctrl-C stops every rank on every node and gives exit code 130; so does anything else that
-    keeps us from following: what runs in the foreground does not go on unseen. `resumable`: say how, after Ctrl-C.
-    """
-    from launch.supervise import failure
+    def warn() -> None:
+        for name, why in resting_nodes(cluster).items():
+            if name in names:
+                told = f"{name} failed a run lately: {why}"
+                click.echo(f"{styled('warning:', fg='yellow')} {told}", err=True)
 
-    console = err()
-    supervisor: Supervisor | None = None
-    try:
-        supervisor = begin()
-        plan = supervisor.plan
-        view = _Bar(plan, began) if console.is_terminal and plan.steps else _Plain(plan, began, quiet)
-        with view:
-            outcome = supervisor.follow(view)
-    except KeyboardInterrupt:
-        if supervisor is None:
-            raise  # the start has cleaned up
-        plan = supervisor.plan
-        console.print("\ninterrupted: stopping every rank on every node …")
-        stopped = supervisor.stop(f"{os.environ.get('USER') or 'the user'} (Ctrl-C)")
-        told = "; nothing is left running" if not stopped.left else f"; still running: {dict(stopped.left)}"
-        if stopped.unreachable:
-            told = f"; {', '.join(stopped.unreachable)} did not answer: its agent ends by itself when it loses the others"
-        again = pasteable(f"r4090c launch {plan.recipe} --resume {plan.run_id}")
-        resume = f"\n  resume (from its last checkpoint, once it has saved one): {again}" if plan.steps and resumable else ""
-        console.print(f"stopped{told}{resume}", soft_wrap=True, markup=False)
-        return {"run_id": plan.run_id, "run_dir": plan.run_dir, "outcome": "stopped"}, Exit.INTERRUPTED
-    except BaseException:
-        if supervisor is not None:
-            supervisor.stop("the controller (it could not follow any more)")
-        raise
-    result = {
-        "run_id": plan.run_id,
-        "run_dir": plan.run_dir,
-        "nodes": supervisor.names,
-        "outcome": outcome.outcome,
-        "duration_s": round(time.time() - began, 3),
-        "first_loss": view.first.get("loss"),
-        "last_loss": view.last.get("loss"),
-        "last_step": view.last.get("step"),
-        f"{unit_of(view.last)}_per_s": view.rate(),
-        "cause": None if outcome.cause is None else asdict(outcome.cause),
-    }
-    if outcome.outcome != "done":
-        error = failure(outcome, plan.run_id)
-        tell_error(error)
-        return result, error.exit_code
-    if view.last:
-        console.print(
-            f"[green]done[/green] in {time.time() - began:.1f} s: {view.last['step']} steps, "
-            f"{view.change()} on {len(supervisor.names)} nodes",
-            soft_wrap=True,
-        )
-    else:
-        console.print(f"[green]done[/green] in {time.time() - began:.1f} s")
-    return result, Exit.OK
+    remember(warn)
+
+
+def supervise_apart(run_id: str, cluster_file: str, restarts: bool, node_wait: float | None) -> Path:
+    """Start a process that supervises a run when nobody follows it; return its log. It ends with the run."""
+    from r4090c.store import state_folder
+
+    log = state_folder() / "supervisors" / f"{run_id}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "r4090c", "attach", run_id, "--cluster", str(Path(cluster_file).resolve())]
+    argv += [] if restarts else ["--no-restart"]
+    argv += [] if node_wait is None else ["--node-wait", str(node_wait)]
+    with log.open("ab") as output:
+        subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/")
+    return log
 
 
 def variables(env: tuple[str, ...]) -> dict[str, str]:
@@ -244,157 +233,6 @@ def variables(env: tuple[str, ...]) -> dict[str, str]:
             raise UsageError(f"--env {name}", "not NAME=VALUE", "a variable like --env NCCL_DEBUG=INFO")
         found[name] = value
     return found
-
-
-def number_in(line: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of a metrics line, None when there is none: a script of the user's own writes what it likes."""
-    value = line.get(name)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def unit_of(line: Mapping[str, Any]) -> str:
-    """Return what the rate of a metrics line counts."""
-    return "images" if "images_per_s" in line else "tokens"
-
-
-def told_in(line: Mapping[str, Any]) -> str:
-    """Return loss, rate and held-out loss of a metrics line, as far as it has them."""
-    unit = unit_of(line)
-    loss, rate, held_out = number_in(line, "loss"), number_in(line, f"{unit}_per_s"), number_in(line, "eval_loss")
-    told = [f"loss {loss:.4f}"] if loss is not None else []
-    told += [f"{rate:,.0f} {unit}/s"] if rate is not None else []
-    return "  ".join([*told, *([f"eval_loss {held_out:.4f}"] if held_out is not None else [])])
-
-
-def told_of(event: Mapping[str, Any]) -> str:
-    """Return the line that tells of an agent's event; one that ends nothing is a warning."""
-    warning = "warning: " if event.get("kind") == "placement-differs" else ""
-    return f"{warning}{event.get('node')}: {event.get('kind')}: {event.get('detail', '')}"
-
-
-class _View:
-    """Follows the metrics; knows the first, the last and the median rate."""
-
-    def __init__(self, plan: Plan, began: float) -> None:
-        self.plan, self.began = plan, began
-        self._since: float | None = None
-        """When the lead's agent started, by the lead's clock, which also stamps the metrics."""
-        self.first: dict[str, Any] = {}
-        self.last: dict[str, Any] = {}
-        self._rates: list[float] = []
-
-    def __enter__(self) -> _View:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def rate(self) -> float | None:
-        """Return the median tokens/s (or images/s), the first step left out when there are others."""
-        rates = sorted(self._rates[1:] or self._rates)
-        return rates[len(rates) // 2] if rates else None
-
-    def fresh(self, line: Mapping[str, Any]) -> bool:
-        """Take a metrics line; False for one of an earlier attempt, which a resumed run writes again."""
-        when = number_in(line, "time")
-        if not isinstance(line.get("step"), int) or (self._since is not None and when is not None and when < self._since):
-            return False
-        self.first = self.first or dict(line)
-        self.last = dict(line)
-        rate = number_in(line, f"{unit_of(line)}_per_s")
-        if rate is not None:
-            self._rates.append(rate)
-        return True
-
-    def change(self) -> str:
-        """Return how the loss went and the rate; a script of the user's own may tell neither."""
-        first, last, rate = number_in(self.first, "loss"), number_in(self.last, "loss"), self.rate()
-        told = [f"loss {first:.4f} → {last:.4f}"] if first is not None and last is not None else []
-        return ", ".join([*told, *([f"{rate:,.0f} {unit_of(self.last)}/s"] if rate is not None else [])]) or "no loss told"
-
-    def note_start(self, event: Mapping[str, Any]) -> None:
-        """Take the lead's start as the beginning of this attempt."""
-        if event.get("kind") == "started" and event.get("node") == self.plan.nodes[0].name:
-            self._since = float(event["time"])
-
-    def left_s(self) -> float | None:
-        """Return the estimated seconds to the last step."""
-        rate = self.rate()
-        tokens = number_in(self.last, unit_of(self.last))
-        if not rate or not self.plan.steps or tokens is None:
-            return None
-        per_step = tokens / max(1, int(self.last["step"]))
-        return (self.plan.steps - int(self.last["step"])) * per_step / rate
-
-
-class _Plain(_View):
-    """One line a step (or the script's own lines) for logs and pipes; on stderr when stdout carries JSON."""
-
-    def __init__(self, plan: Plan, began: float, to_stderr: bool) -> None:
-        super().__init__(plan, began)
-        self._err = to_stderr
-
-    def metrics(self, line: Mapping[str, Any]) -> None:
-        if self.fresh(line):
-            left = self.left_s()
-            rest = f"  {left:.0f} s left" if left is not None else ""
-            of = f"/{self.plan.steps}" if self.plan.steps else ""
-            click.echo(f"step {line['step']}{of}  {told_in(line)}{rest}", err=self._err)
-
-    def log(self, line: str) -> None:
-        if self.plan.steps is None or line.startswith(PROFILE):
-            click.echo(line, err=self._err)
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        self.note_start(event)
-        if event.get("kind") not in ("started", "finished"):
-            click.echo(told_of(event), err=True)
-
-    def note(self, text: str) -> None:
-        click.echo(text, err=True)
-
-
-class _Bar(_View):
-    """A progress bar with step, loss, tokens/s and time left."""
-
-    def __init__(self, plan: Plan, began: float) -> None:
-        super().__init__(plan, began)
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._bar: Progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[told]}"),
-            TimeElapsedColumn(),
-            console=err(),
-        )
-        self._task: TaskID = self._bar.add_task(plan.recipe, total=plan.steps, told="starting: importing torch and deepspeed")
-
-    def __enter__(self) -> _View:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def metrics(self, line: Mapping[str, Any]) -> None:
-        if self.fresh(line):
-            left = self.left_s()
-            rest = f"  {left:.0f} s left" if left is not None else ""
-            self._bar.update(self._task, completed=line["step"], told=f"{told_in(line)}{rest}")
-
-    def log(self, line: str) -> None:
-        if line.startswith(PROFILE):
-            self._bar.console.print(line, soft_wrap=True, markup=False)
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        self.note_start(event)
-        if event.get("kind") not in ("started", "finished"):
-            self._bar.console.print(told_of(event), soft_wrap=True, markup=False)
-
-    def note(self, text: str) -> None:
-        self._bar.console.print(text, soft_wrap=True, markup=False)
 
 
 def _show_plan(plan: Plan, foreseen: Forecast | None, as_json: bool) -> None:

@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import time
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 import click
 
 from r4090c.cli.common import cluster_option, load
 from r4090c.errors import Exit, UsageError
 
+if TYPE_CHECKING:
+    from launch.jobs import Run
+    from r4090c.model import Cluster
+    from r4090c.remote import Fleet
+
 POLL_S = 0.5
 """How often a followed log is looked at."""
+NEXT_S = 15.0
+"""est.: a supervisor starts the next attempt within three seconds, or ten later where the last one brought nothing."""
+
+
+def _next_attempt(fleet: Fleet, cluster: Cluster, run: Run, number: int) -> Run:
+    """Return the run as it stands when attempt `number` is over: a supervisor starts the next one within seconds, or does not."""
+    from launch.jobs import find_run
+
+    until = time.monotonic() + NEXT_S
+    while run.attempt == number and run.state == "failed" and time.monotonic() < until:
+        time.sleep(POLL_S)
+        run = find_run(fleet, cluster, run.id)
+    return run
 
 
 @click.command("logs")
@@ -51,17 +70,22 @@ def command(
             raise UsageError(
                 f"--attempt {number}", f"{run.id} has {run.attempt} attempts", f"1 to {run.attempt}", f"r4090c logs {run.id}"
             )
-        ranks = [rank] if rank is not None else list(range(world))
         paths = RunPaths(PurePosixPath(run.run_dir))
-        logs = {str(one): str(paths.rank_log(number, one)) for one in ranks}
-        if torchrun_node is not None:
-            logs = {torchrun_node: str(paths.torchrun_log(number, torchrun_node))}
+
+        def logs_of(run: Run, number: int) -> dict[str, str]:
+            if torchrun_node is not None:
+                return {torchrun_node: str(paths.torchrun_log(number, torchrun_node))}
+            ranks = [rank] if rank is not None else range(int(run.plan["world_size"]))
+            return {str(one): str(paths.rank_log(number, one)) for one in ranks}
+
+        logs = logs_of(run, number)
         bare = len(logs) == 1
         offsets = dict.fromkeys(logs, 0)
         halves = dict.fromkeys(logs, "")
         missing: set[str] = set()
         while True:
-            running = follow and find_run(fleet, cluster, run_id).state == "running"
+            run = find_run(fleet, cluster, run_id) if follow else run
+            running = follow and run.state == "running" and run.attempt == number
             more = False
             for name, path in logs.items():
                 answer = ask_any(fleet, READ, {"path": path, "offset": offsets[name]})
@@ -75,7 +99,12 @@ def command(
                 for line in lines:
                     click.echo(line if bare else f"[{name}] {line}")
             if not running and not more:
-                break
+                run = _next_attempt(fleet, cluster, run, number) if follow and attempt is None else run
+                if run.attempt == number:
+                    break
+                number, logs = run.attempt, logs_of(run, run.attempt)
+                offsets, halves, missing = dict.fromkeys(logs, 0), dict.fromkeys(logs, ""), set()
+                click.echo(f"attempt {number}", err=True)
             if running and not more:
                 time.sleep(POLL_S)
         for name, half in halves.items():

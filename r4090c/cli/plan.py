@@ -205,7 +205,7 @@ def _from_nodes(cluster: Cluster, asked: Asked) -> Place:
     from r4090c.cli.preflight import progress
     from r4090c.remote import Fleet
 
-    chosen = choose_nodes(cluster, asked.nodes)
+    chosen = choose_nodes(cluster, asked.nodes, spares=False)
     with progress() as say, Fleet(chosen) as fleet:
         raw, facts = read_nodes(fleet, cluster, chosen, say)
     for node in chosen:
@@ -226,7 +226,7 @@ def _from_bundle(bundle: Path, asked: Asked) -> Place:
 
     cluster, raw = load_bundle(bundle)
     asked_of = tuple(node for node in cluster.nodes if node.name in raw.reach)
-    chosen = choose_nodes(cluster, asked.nodes) if asked.nodes is not None else asked_of
+    chosen = choose_nodes(cluster, asked.nodes, spares=False) if asked.nodes is not None else asked_of
     missing = [node.name for node in chosen if node not in asked_of or raw.reach[node.name]["verdict"] != "ok"]
     if missing or not chosen:
         observed = f"holds no answer of {', '.join(missing) or 'any node'}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
 from r4090c.cli.common import cluster_option, json_option, load, print_json
@@ -22,8 +20,8 @@ def command(run_id: str, dry_run: bool, cluster_file: str | None, as_json: bool)
     Example:
       r4090c stop tiny-20260131-120000-a1b2
     """
-    from launch.jobs import find_run
-    from launch.supervise import stop_run
+    from launch.jobs import find_run, note_stop
+    from launch.supervise import account, stop_run
     from r4090c.remote import Fleet
 
     cluster = load(cluster_file)
@@ -36,7 +34,9 @@ def command(run_id: str, dry_run: bool, cluster_file: str | None, as_json: bool)
             else:
                 click.echo(f"{run.id} ({run.state}): would be stopped on {', '.join(known)}")
             return Exit.OK
-        result = stop_run(fleet, run.id, known, f"{os.environ.get('USER') or 'the user'} (r4090c stop)")
+        by = f"{account()} (r4090c stop)"
+        note_stop(fleet, run, by)  # first: a supervisor between two attempts must not start the next one
+        result = stop_run(fleet, run.id, known, by)
     missing = sorted((set(run.nodes) - set(known)) | set(result.unreachable))
     if as_json:
         print_json({"run_id": run.id, "was": run.state, "left": result.left, "unreachable": missing})

@@ -56,6 +56,15 @@ class Card:
         return f"0000:{int(self.pci[5:7], 16) - 1:02x}:01.1"
 
 
+REASON_BITS = {
+    "Idle": 0x1,
+    "SW Power Cap": 0x4,
+    "HW Slowdown": 0x8,
+    "SW Thermal Slowdown": 0x20,
+    "HW Thermal Slowdown": 0x40,
+    "HW Power Brake Slowdown": 0x80,
+}
+"""The words of `nvidia-smi -q` -> the bits of clocks_event_reasons.active (nvml.h)."""
 ADDRESSES = (("03", 3), ("1c", 2), ("43", 0), ("5b", 1), ("83", 7), ("9c", 6), ("c3", 4), ("db", 5))
 """Bus and NUMA node of the eight GPUs in the recorded matrix: the index of a GPU is not its NUMA node."""
 
@@ -101,6 +110,11 @@ class GpuBox:
             if card.index in self.lost
         )
 
+    @property
+    def reasons(self) -> int:
+        """What slows the cards down, as the bits of nvml.h."""
+        return sum(bit for reason, bit in REASON_BITS.items() if reason in self.throttle)
+
     def rows(self) -> list[dict[str, str]]:
         """Return field -> text with unit for each working card."""
         return [
@@ -123,7 +137,7 @@ class GpuBox:
                 "persistence_mode": "Enabled" if card.persistence else "Disabled",
                 "pstate": "P8",
                 "clocks.current.sm": "210 MHz",
-                **({} if self.old else {"clocks_event_reasons.active": "0x0000000000000001"}),
+                f"clocks_{'throttle' if self.old else 'event'}_reasons.active": f"0x{self.reasons:016x}",
             }
             for card in self.working
         ]

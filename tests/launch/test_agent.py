@@ -28,7 +28,7 @@ LAUNCH = Path(agent.__file__).parent
 TOKEN = "the token"
 
 
-@pytest.mark.parametrize("name", ["agent.py", "rank.py"])
+@pytest.mark.parametrize("name", ["agent.py", "hang.py", "leases.py", "rank.py"])
 def test_what_runs_on_the_nodes_is_python_3_8_and_imports_the_standard_library_only(name: str) -> None:
     tree = ast.parse((LAUNCH / name).read_text(), feature_version=(3, 8))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.diagnose import first_cause
+from launch.causes import MENDS
+from launch.diagnose import Cause, first_cause, mends, why_mends
+from launch.diagnose_log import CAUSES
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "cases" / "diagnose.json").read_text())
 
@@ -37,7 +39,64 @@ def test_neither_order_nor_repetition_matters(data: st.DataObject) -> None:
     assert first_cause(shuffled, unreachable, "RUN") == expected
 
 
-KINDS = ("stopped", "rank-failed", "torchrun-killed", "torchrun-failed", "start-failed", "agent-error", "agent-lost", "node-lost")
+EVENT_KINDS = {
+    *("stopped", "unknown", "rank-failed", "rank-killed", "torchrun-failed", "torchrun-killed", "agent-error", "agent-killed"),
+    *("node-lost", "start-failed", "lease-taken", "rank-frozen", "rank-stuck", "storage-hung", "collective-hung"),
+}
+"""Kinds of causes that come from events alone."""
+
+
+def of_kind(kind: str) -> Cause:
+    return Cause(kind, "node01", 0, "said", "proof", "next")
+
+
+def test_what_mends_is_told_of_every_kind_and_of_no_other() -> None:
+    assert {cause.kind for cause in CAUSES} | EVENT_KINDS == MENDS.keys()
+    assert all(mends(of_kind(kind)) in ("again", "other-node", "never") and why_mends(kind)[1] for kind in MENDS)
+    assert mends(of_kind("what nobody thought of")) == "again"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("wrong-input", "never"),
+        ("cuda-out-of-memory", "never"),
+        ("disk-full", "never"),
+        ("nan-loss", "never"),
+        ("module-missing", "never"),
+        ("wrong-network-interface", "never"),
+        ("stopped", "never"),
+        ("node-lost", "again"),
+        ("gpu-fallen-off-bus", "other-node"),
+        ("gpu-hardware-fault", "other-node"),
+        ("rank-failed", "again"),
+        ("rank-frozen", "again"),
+        ("collective-hung", "again"),
+        ("port-taken", "again"),
+        ("host-out-of-memory", "again"),
+    ],
+)
+def test_mends(kind: str, expected: str) -> None:
+    assert mends(of_kind(kind)) == expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_every_kind_a_case_has_is_known(case: dict[str, Any]) -> None:
+    assert case["expect"]["kind"] in MENDS
+
+
+KINDS = (
+    "stopped",
+    "rank-failed",
+    "torchrun-killed",
+    "torchrun-failed",
+    "start-failed",
+    "agent-error",
+    "agent-lost",
+    "node-lost",
+    "rank-hung",
+    "lease-taken",
+)
 WEAK = "RuntimeError: [pair.cc] Connection closed by peer [10.0.0.12]"
 events = st.fixed_dictionaries(
     {"node": st.sampled_from(["node01", "node02", "node03"]), "kind": st.sampled_from(KINDS), "time": st.floats(0, 100)},
@@ -47,7 +106,13 @@ events = st.fixed_dictionaries(
         "rank": st.integers(0, 3),
         "exit_code": st.sampled_from([None, 1, 3, -6, -9, -15]),
         "peer": st.sampled_from(["node01", "node02", "node03"]),
-        "log_tail": st.sampled_from(["", WEAK, "ValueError: x", "grüß ✓"]),
+        "log_tail": st.sampled_from(["", WEAK, "ValueError: x", "grüß ✓", "torch.OutOfMemoryError: CUDA out of memory. Tried"]),
+        "process": st.sampled_from(["T", "D", "S", "R", None]),
+        "wchan": st.sampled_from(["nfs_wait_bit_killable", "0", None, "nv_wait"]),
+        "step": st.none() | st.integers(0, 9),
+        "silent_s": st.none() | st.floats(0, 999),
+        "frames": st.sampled_from([None, [], ["a.py:1 f"], [7], "x"]),
+        "waits_for_peers": st.booleans(),
         "follows": st.booleans(),
     },
 )
@@ -60,6 +125,19 @@ def test_any_events_have_one_cause(told: list[dict[str, Any]], unreachable: dict
     shuffled = list(told)
     random.shuffle(shuffled)
     assert first_cause(shuffled, unreachable, "RUN") == cause
+
+
+def test_what_a_rank_printed_reaches_no_terminal() -> None:
+    event = {
+        "node": "node01",
+        "kind": "rank-failed",
+        "time": 1.0,
+        "rank": 0,
+        "exit_code": 1,
+        "log_tail": "ValueError: \x1b]0;x\x07",
+    }
+    cause = first_cause([event], {}, "RUN")
+    assert (cause.summary + cause.evidence.replace("\n", "")).isprintable()
 
 
 @given(st.lists(events, max_size=6))

@@ -120,6 +120,38 @@ def test_every_cause_has_a_log() -> None:
     assert {cause.kind for cause in CAUSES} - shown == {"collective-timeout"}  # below
 
 
+FIELD_REPORTS = {
+    "nccl-tests 117, NCCL 631, 257, 1438, club-3090": "false-p2p-grant",
+    "accelerate pull request 2195, Qwen-VL 447": "rtx40-refused",
+    "tinygrad/open-gpu-kernel-modules 42, 44": "p2p-mapping-failed",
+    "nccl-tests 7, 167": "collective-wrong-data",
+    "horovod 584, 700, NCCL 1581, 286, 1637, nccl-tests 9": "wrong-network-interface",
+    "nccl-tests 15": "firewall-blocks-ports",
+    "ColossalAI 4343": "master-unreachable",
+    "pytorch 150532, 73656": "name-not-resolved",
+    "NCCL 426": "rdma-path-broken",
+    "NCCL 769": "roce-wrong-gid",
+    "nccl-tests 185": "rdma-no-route",
+    "NCCL 925": "hca-missing",
+    "NCCL 290, 342, 525, 1518": "dev-shm-too-small",
+    "DeepSpeed 4907, 579": "ssh-refused",
+    "DeepSpeed 1603": "launcher-missing",
+    "accelerate 1795": "batch-size-mismatch",
+    "DeepSpeed 6705": "ranks-out-of-step",
+    "DeepSpeed 5205": "no-file-locks",
+    "DeepSpeed pull request 4536": "checkpoint-folder-race",
+    "NeMo-RL pull request 3504, tt-metal 42404": "storage-hung",
+    "DeepSpeed pull request 2881": "numactl-conflict",
+    "xtuner 88": "cuda-out-of-memory",
+}
+"""What people reported that ends or hangs a run -> its cause. Other reports are of speed, or of what is checked before a run."""
+
+
+def test_every_field_report_that_ends_a_run_has_a_log() -> None:
+    shown = {KIND[expected(file)["root_cause"]] for file in FIXTURES} | {case["kind"] for case in REPORTED}
+    assert set(FIELD_REPORTS.values()) <= shown
+
+
 WATCHDOG = (
     "[rank{rank}]:[E1021 07:28:40.1 ProcessGroupNCCL.cpp:629] [Rank {rank}] Watchdog caught collective operation timeout: "
     "WorkNCCL(SeqNum={sequence}, OpType={operation}, NumelIn=9, NumelOut=9, Timeout(ms)=600000) ran for 600007 milliseconds\n"
@@ -287,6 +319,9 @@ STRUCTURE = {
     "_INIT_RANK",
     "_LOSS",
     "_LOST_LOSS",
+    "_LAST_STEP",
+    "_LISTENING",
+    "_PORT",
     "_OF_SHM",
     "CONSEQUENCE",
     "NOISE",

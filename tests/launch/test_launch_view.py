@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from r4090c.cli.launch import command, told_in
+from r4090c.cli.follow import told_in
+from r4090c.cli.launch import command
 from r4090c.errors import UsageError
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

@@ -17,7 +17,7 @@ from launch import agent, env
 from launch.agent import Seen, differences, look_at, look_at_script, numbers, ranges, stat_of
 from launch.diagnose import first_cause
 from netcheck.facts.cpus import parse_cpu_list
-from r4090c.cli.launch import told_of
+from r4090c.cli.follow import told_of
 
 STATUS = """Name:\tpython
 Umask:\t0022

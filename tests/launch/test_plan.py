@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
-from launch.plan import Code, Job, Plan, Ports, make_plan, plan_json, secrets_of
+from launch.plan import Code, Job, Plan, Ports, make_plan, plan_from, plan_json, secrets_of
 from r4090c.errors import UsageError
 from r4090c.model import Cluster, Fact, Node, NodeFacts, PciDevice, RdmaPort
 from r4090c.paths import RunPaths
@@ -219,6 +219,56 @@ def test_a_python_path_of_the_users_comes_after_the_synced_code() -> None:
     node = planned(*cpu_nodes(), replace(TINY, env={"PYTHONPATH": "/data/lib"})).nodes[0]
     assert node.env["PYTHONPATH"].value == f"{TREE}:/data/lib"
     assert "then what was set by --env" in node.env["PYTHONPATH"].reason
+
+
+# ------------------------------------------------------------------------------------------ leases, hangs, and reading it again
+
+PCI = (
+    "0000:01:00.0",
+    "0000:21:00.0",
+    "0000:41:00.0",
+    "0000:61:00.0",
+    "0000:81:00.0",
+    "0000:a1:00.0",
+    "0000:c1:00.0",
+    "0000:e1:00.0",
+)
+
+
+@pytest.mark.parametrize(
+    ("job", "leases"),
+    [
+        (TINY, PCI),
+        (replace(TINY, nproc=2), PCI[:2]),
+        (replace(TINY, env={"CUDA_VISIBLE_DEVICES": "3,4"}), PCI[3:5]),
+        (replace(TINY, nproc=1, env={"CUDA_VISIBLE_DEVICES": "6,2"}), (PCI[6],)),
+        (replace(TINY, nproc=2, env={"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}), PCI),  # nobody knows which two
+    ],
+)
+def test_the_gpus_of_its_ranks_are_leased(job: Job, leases: tuple[str, ...]) -> None:
+    assert {node.leases for node in planned(*gpu_nodes(), job).nodes} == {leases}
+
+
+def test_ranks_without_gpus_lease_nothing_and_gpus_that_were_not_told_are_leased_by_number() -> None:
+    assert {node.leases for node in planned(*cpu_nodes(), TINY).nodes} == {()}
+    cluster, facts = gpu_nodes()
+    silent = {name: replace(fact, gpus=facts_of(name).gpus) for name, fact in facts.items()}
+    assert planned(cluster, silent, TINY).nodes[0].leases == tuple(f"gpu{index}" for index in range(8))
+
+
+@pytest.mark.parametrize("setting", [gpu_nodes, alternating])
+def test_a_plan_is_read_as_it_was_written(setting: Callable[[], tuple[Cluster, dict[str, NodeFacts]]]) -> None:
+    plan = planned(*setting(), TINY)
+    assert plan_from(json.loads(json.dumps(plan_json(plan)))) == plan
+
+
+def test_a_plan_of_before_there_were_leases_is_read_too() -> None:
+    told = plan_json(planned(*gpu_nodes(), replace(TINY, hang=None)))
+    del told["hang"]
+    for node in told["nodes"]:
+        del node["leases"]
+    plan = plan_from(json.loads(json.dumps(told)))
+    assert plan.hang is None and plan.nodes[0].leases == ()
 
 
 def test_unknown_cpus_leave_the_ranks_unbound_and_say_so() -> None:

@@ -53,6 +53,25 @@ def test_heartbeat_has_the_golden_keys_and_phases(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "heartbeats").iterdir()] == ["3.json"]
 
 
+def test_heartbeat_goes_to_the_nodes_own_folder_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    monkeypatch.setenv("R4090C_LOCAL", str(local))
+    heartbeat = Heartbeat(tmp_path / "run", rank=3)
+    heartbeat.beat("train", 7)
+    assert [path.name for path in local.iterdir()] == ["beat-3.json"]
+    assert (local / "beat-3.json").read_text() == heartbeat.file.read_text()
+    heartbeat.file.parent.rename(tmp_path / "away")  # the shared folder fails
+    with pytest.raises(OSError, match="heartbeats"):
+        heartbeat.beat("checkpoint")
+    assert json.loads((local / "beat-3.json").read_text())["phase"] == "checkpoint"
+    (tmp_path / "away").rename(heartbeat.file.parent)
+    (local / "beat-3.json").unlink()
+    local.rmdir()  # the node's own folder fails, as a full /tmp does: the training goes on
+    heartbeat.beat("train", 8)
+    assert json.loads(heartbeat.file.read_text())["step"] == 8
+
+
 def test_heartbeat_is_written_on_a_new_phase_and_else_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr("time.time", lambda: now_s)

@@ -1,0 +1,74 @@
+"""`r4090c attach`: follow a run that goes on, and supervise it when nobody else does."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from r4090c.cli.common import cluster_option, err, json_option, load, print_json
+from r4090c.cli.follow import follow_run, policy_of, restart_options
+from r4090c.errors import Exit, UsageError
+
+if TYPE_CHECKING:
+    from launch.supervise import Supervisor
+
+
+@click.command("attach")
+@click.argument("run_id", metavar="RUN")
+@restart_options
+@cluster_option
+@json_option
+def command(run_id: str, restart: bool | None, node_wait: float | None, cluster_file: str | None, as_json: bool) -> int:
+    """Follow RUN until it ends. Where its supervisor is gone (its terminal was closed, its machine rebooted), take over.
+
+    Ctrl-C leaves: the run goes on. While another supervises the run, this one only looks on, and takes over when that is gone.
+
+    \b
+    Example:
+      r4090c attach llama13b-20260131-120000-a1b2
+    """
+    from launch.attempts import Attempts, wish_of
+    from launch.jobs import find_run
+    from launch.plan import plan_from
+    from launch.run import start
+    from launch.supervise import Supervisor
+    from r4090c.remote import Fleet
+
+    cluster = load(cluster_file)
+    console, began = err(), time.time()
+
+    def say(text: str) -> None:
+        console.print(text, style="dim", markup=False)
+
+    with Fleet(cluster.nodes) as fleet:
+        run = find_run(fleet, cluster, run_id)
+        if run.state != "running":
+            again = f"r4090c launch {run.recipe} --resume {run.id}" if run.steps else f"r4090c logs {run.id}"
+            told = f"has ended: {run.state}" + (f": {run.cause}" if run.cause else "")
+            raise UsageError(f"run {run.id}", told, "a run that goes on", again)
+        missing = [name for name in run.nodes if name not in fleet.nodes]
+        if missing:
+            raise UsageError(f"run {run.id}", f"{', '.join(missing)} is not in {cluster.file}", "the cluster it runs on")
+        plan = plan_from(run.plan)
+        restarts = plan.steps is not None and restart is not False
+        if restart and plan.steps is None:
+            raise UsageError("--restart", f"run {run.id} is of a script, which is not kept here", "the launch that started it")
+        wish = wish_of(plan, [fleet.nodes[name] for name in run.nodes])
+
+        def begin() -> Supervisor:
+            console.print(f"run [bold]{plan.run_id}[/bold]  {plan.run_dir}", soft_wrap=True)
+            return Supervisor(fleet, plan, None)
+
+        result, code = follow_run(
+            begin,
+            lambda again: start(fleet, cluster, again, say),
+            Attempts(fleet, cluster, wish, say, policy_of(node_wait)) if restarts else None,
+            began,
+            as_json,
+            leaves=True,
+        )
+    if as_json:
+        print_json(result)
+    return code or Exit.OK

@@ -1,0 +1,95 @@
+"""The fault matrix: every fault is seen, named rightly, cleaned up everywhere and answered. How long each took is printed.
+
+Most run under the stand-in for torch (tests/lab/toy.py), as what sees, names, ends and starts again is the same. Those with
+`long` train for real, where torch has a say: who notices a killed peer, what a rank that waits looks like, what a full disk does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import cli
+from tests.lab.faults import FAULTS, Fault
+from tests.lab.lab import Lab
+from tests.lab.trial import Trial, half_checkpoints, left_behind, trial, wrong_with
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+REAL = ("rank", "torchrun", "supervisor", "link", "frozen-rank", "full-disk")
+BY_ID = {fault.id: fault for fault in FAULTS}
+
+
+@pytest.fixture
+def lab(lab4: Lab) -> Iterator[Lab]:
+    """The lab of the session, empty before and after, and with every fault undone."""
+    lab4.mend()
+    yield lab4
+    lab4.mend()
+
+
+def jobs(one: Trial) -> dict[str, Any]:
+    """Return the run as `r4090c jobs` tells it."""
+    listed = cli.run_json("jobs", "--cluster", str(one.scene.cluster), state=one.state)
+    found: dict[str, Any] = next(job for job in listed if job["id"] == one.scene.run_id)
+    return found
+
+
+def check(one: Trial) -> None:
+    """Play the trial and hold what came of it against the table."""
+    found = one.play()
+    told = {name: getattr(found, name) for name in ("noticed_s", "told_s", "peers_s", "all_s", "resumed_s")}
+    print(f"{one.fault.id}: " + ", ".join(f"{name} {value:.2f}" for name, value in told.items() if value is not None))
+    said = one.told()
+    one.mend()
+    assert wrong_with(one) == [], said
+    if one.run_dir is not None:
+        assert jobs(one)["state"] == ("failed" if one.fault.answer.then == "given-up" else "done")
+
+
+def steps(one: Trial) -> list[int]:
+    assert one.run_dir is not None
+    return [json.loads(line)["step"] for line in (one.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def how_long(fault: Fault) -> int:
+    """Return the steps of a run that outlasts the fault: one that goes on must do so for longer than we look."""
+    return 110 if fault.answer.then == "goes-on" else 30
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
+def test_a_fault_is_seen_named_cleaned_up_and_answered(lab: Lab, tmp_path: Path, fault: Fault) -> None:
+    with trial(lab, fault, tmp_path, steps=how_long(fault)) as one:
+        check(one)
+        if fault.id == "supervisor":
+            assert one.killed_code == -9
+        if fault.id == "full-disk":
+            resumed_after_room_is_made(one)
+    assert left_behind(lab) == []
+
+
+def resumed_after_room_is_made(one: Trial) -> None:
+    """The run that was given up goes on from its last whole checkpoint."""
+    assert "df -h" in "\n".join(one.errors)
+    words = ("launch", "tiny", "--resume", one.scene.run_id, "--cluster", str(one.scene.cluster))
+    code, output, errors = cli.run(*words, state=one.state)
+    assert code == 0, errors
+    assert "step 6/" in output and "step 5/" not in output
+    assert one.run_dir is not None
+    assert half_checkpoints(one.run_dir, done=True) == []
+    assert steps(one) == list(range(1, one.steps + 1))
+
+
+@pytest.mark.long
+@pytest.mark.train
+@pytest.mark.parametrize("fault", [BY_ID[name] for name in REAL], ids=lambda fault: fault.id)
+def test_with_real_training(lab: Lab, tmp_path: Path, fault: Fault) -> None:
+    with trial(lab, fault, tmp_path, toy=False, steps=60 if fault.answer.then == "goes-on" else 14) as one:
+        check(one)
+        if fault.id == "full-disk":
+            resumed_after_room_is_made(one)
+    assert left_behind(lab) == []

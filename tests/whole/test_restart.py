@@ -1,0 +1,158 @@
+"""A run goes on after its attempts fail: again, with a spare, under another supervisor; and ends where that does not help.
+
+Real launches over SSH. The script needs no torch (tests/launch/scripts/quick_python), so an attempt costs a second or two.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.lab.lab import Lab
+from tests.whole.following import QUICK_PYTHON, Process, nothing_runs, starter
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+COUNTS = """
+import os, pathlib, sys, time
+
+# counts.py STEPS [exit ATTEMPT,… RANK STEP]: saves every fifth step, goes on from what was saved
+run, rank = pathlib.Path(os.environ["R4090C_RUN_DIR"]), int(os.environ["RANK"])
+attempt = len(list(run.glob("attempt_*")))
+saved = sorted(run.glob("checkpoints/step_*/complete"))
+first = int(saved[-1].parent.name[5:]) + 1 if saved else 1
+dies = [int(one) for one in sys.argv[3].split(",")] if len(sys.argv) > 3 else []
+for step in range(first, int(sys.argv[1]) + 1):
+    time.sleep(0.1)
+    print(f"attempt {attempt} step {step}", flush=True)
+    if attempt in dies and rank == int(sys.argv[4]) and step == int(sys.argv[5]):
+        sys.exit(7)
+    if rank == 0 and step % 5 == 0:
+        folder = run / "checkpoints" / f"step_{step:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "complete").touch()
+"""
+
+
+@pytest.fixture
+def cluster(lab4: Lab, tmp_path: Path) -> Iterator[Path]:
+    """Yield a cluster.yaml of the lab with a Python without torch; node03 and node04 are spares. Faults are undone after."""
+    quick = lab4.shared / "quick_python"
+    shutil.copy(QUICK_PYTHON, quick)
+    told = yaml.safe_load(lab4.cluster_file.read_text())
+    told["paths"]["python"] = str(quick)
+    for node in told["nodes"][2:]:
+        node["spare"] = True
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(told))
+    yield path
+    lab4.mend()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "code").mkdir()
+    path = tmp_path / "code" / "counts.py"
+    path.write_text(COUNTS)
+    return path
+
+
+@pytest.fixture
+def start(tmp_path: Path, cluster: Path) -> Iterator[Callable[..., Process]]:
+    """Yield a function that starts `r4090c COMMAND …`; the gate would miss torch."""
+    with starter(tmp_path, cluster) as begin:
+        yield lambda command, *words: begin(command, *(["--no-gate"] if command == "launch" else []), *words)
+
+
+def test_a_run_goes_on_from_its_last_checkpoint(start: Callable[..., Process], script: Path, lab4: Lab) -> None:
+    process = start("launch", "--restart", "--json", str(script), "--", "20", "exit", "1,2", "1", "8")
+    assert process.end() == 0, process.text
+    told = json.loads(process.lines[-1] if process.lines[-1].startswith("{") else next(x for x in process.lines if x[:1] == "{"))
+    assert (told["outcome"], told["attempts"], told["attempt"]) == ("done", 3, 3)
+    assert "rank 1 on node02 exited with code 7" in process.text
+    log = (Path(told["run_dir"]) / "attempt_3" / "0.log").read_text()
+    assert next(line for line in log.splitlines() if line.startswith("attempt")) == "attempt 3 step 6"
+    causes = [json.loads((Path(told["run_dir"]) / f"attempt_{n}" / "diagnosis.json").read_text()) for n in (1, 2)]
+    assert [(cause["attempt"], cause["node"], cause["rank"]) for cause in causes] == [(1, "node02", 1), (2, "node02", 1)]
+    assert not (Path(told["run_dir"]) / "diagnosis.json").exists()
+    assert nothing_runs(lab4)
+
+
+def test_logs_are_followed_from_one_attempt_to_the_next(start: Callable[..., Process], script: Path) -> None:
+    process = start("launch", "--restart", str(script), "--", "20", "exit", "1", "1", "8")
+    process.wait_for("attempt 1 step 2")
+    logs = start("logs", process.run_id, "-f", "--rank", "0")
+    assert logs.end() == 0, logs.text
+    assert "attempt 1 step 1" in logs.text and "attempt 2 step 6" in logs.text and "attempt 2 step 20" in logs.text
+    assert process.end() == 0
+
+
+def test_a_run_that_dies_at_the_same_place_is_given_up(start: Callable[..., Process], script: Path, lab4: Lab) -> None:
+    """Node02 is blamed after two attempts and replaced; the third one fails as well: it was the script."""
+    process = start("launch", "--restart", str(script), "--", "20", "exit", "1,2,3,4,5", "1", "3")
+    assert process.end() == 1
+    assert "node02 is left out for 30 min: 2 attempts in a row failed there" in process.text
+    assert "starting again with node03 for node02" in process.text
+    assert "not started again: 3 attempts in a row saved no new checkpoint (no checkpoint)" in process.text
+    assert nothing_runs(lab4)
+
+
+def test_a_script_is_not_started_again_unless_that_is_asked_for(start: Callable[..., Process], script: Path) -> None:
+    process = start("launch", str(script), "--", "20", "exit", "1", "0", "2")
+    assert process.end() == 1
+    assert "starting again" not in process.text
+
+
+def test_a_spare_takes_the_place_of_a_node_without_power(start: Callable[..., Process], script: Path, lab4: Lab) -> None:
+    process = start("launch", "--restart", "--json", str(script), "--", "60")
+    process.wait_for("attempt 1 step 7")
+    lab4.power_off("node02")
+    process.wait_for("starting again with node03 for node02")
+    assert process.end() == 0, process.text
+    told = json.loads(next(line for line in process.lines if line.startswith("{")))
+    assert told["nodes"] == ["node01", "node03"]
+    assert "attempt 2 step 6" in (Path(told["run_dir"]) / "attempt_2" / "1.log").read_text()
+
+
+def test_stopping_between_two_attempts_ends_the_run(start: Callable[..., Process], script: Path, lab4: Lab) -> None:
+    process = start("launch", "--restart", str(script), "--", "20", "exit", "1,2,3", "0", "3")
+    process.wait_for("starting again in 10 s")  # after the second failure
+    stop = start("stop", process.run_id)
+    assert stop.end() == 0, stop.text
+    assert process.end() == 1
+    assert "not started again: stopped by " in process.text
+    assert "attempt 3" not in process.text
+    assert nothing_runs(lab4)
+
+
+def test_a_supervisor_that_is_killed_leaves_the_run_going_and_another_takes_over(
+    start: Callable[..., Process], script: Path, lab4: Lab
+) -> None:
+    launch = start("launch", "--restart", str(script), "--", "150", "exit", "1", "1", "100")
+    launch.wait_for("attempt 1 step 3")
+    run_id = launch.run_id
+    looker = start("attach", run_id)
+    looker.wait_for("supervises this run; looking on only")
+    launch.popen.kill()
+    looker.wait_for("is gone; supervising from here on")
+    second = start("attach", run_id)
+    second.wait_for("supervises this run; looking on only")
+    second.popen.terminate()
+    assert second.end() == 0, second.text
+    assert f"left; {run_id} goes on" in second.text
+    assert looker.end() == 1  # it is of a script: nobody but the launch knows the code
+    assert "rank 1 on node02 exited with code 7" in looker.text
+    assert nothing_runs(lab4)
+
+
+def test_nobody_attaches_to_what_has_ended(start: Callable[..., Process], script: Path) -> None:
+    process = start("launch", str(script), "--", "1")
+    assert process.end() == 0, process.text
+    attach = start("attach", process.run_id)
+    assert attach.end() == 2
+    assert "has ended: done" in attach.text
