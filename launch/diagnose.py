@@ -345,7 +345,8 @@ def _hang_cause(hung: Sequence[Mapping[str, Any]], next_commands: _Next) -> Caus
         one, others = busy[0], len(ranks) - len(busy)
         said = f"does not step, while {others} wait{'s' * (others == 1)} for it" if others else "does not step"
         also = f" (nor do {len(busy) - 1} more)" if len(busy) > 1 else ""
-        return _hung("rank-stuck", one, said + also, next_commands, (f"read its stacks: {one.get('stacks')}",))
+        stacks = (f"read its stacks: {one['stacks']}",) if one.get("stacks") else ()
+        return _hung("rank-stuck", one, said + also, next_commands, stacks)
     one = ranks[0]
     steps = sorted({int(_number(rank.get("step"))) for rank in ranks})
     parted = f"; they are at steps {', '.join(map(str, steps[:8]))}" if len(steps) > 1 else ""

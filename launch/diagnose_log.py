@@ -214,6 +214,10 @@ WORDS = (
 _LOST_LOSS = re.compile(r"loss['\"]?\s{0,3}[:=]\s{0,3}['\"]?[+-]?(?:nan|inf)\b", re.IGNORECASE)
 
 
+_QUOTED = re.compile(r"(?:\S{1,80}: ?){0,3}\s{3,}\S")
+"""A line of the program that a traceback shows below its place: what stands in it was not said, only written there."""
+
+
 def _stamp(line: str) -> Stamp | None:
     """Return the time a line begins with, from the month down to the second: a year is not in all of them."""
     for pattern in _STAMPS:
@@ -254,11 +258,14 @@ def _part(source: Source, *, timed: bool) -> _Part:
     words = [word for word in WORDS if word in text] + (["loss"] if _LOST_LOSS.search(text) else [])
     lines, numbers, stamps = list[str](), list[int](), list[Stamp | None]()
     last: Stamp | None = None
+    before = ""
     whole = text.rstrip().split("\n")
     for number, line in enumerate(whole, 1):
         if timed:
             last = _stamp(line) or last
-        if any(word in line for word in words):
+        quoted = 'File "' in before and '", line ' in before and _QUOTED.match(line) is not None
+        before = line
+        if not quoted and any(word in line for word in words):
             for piece in line.split("\r"):  # a progress bar overwrites itself: one line, as editors count
                 lines.append(piece[:LINE_MOST])
                 numbers.append(number + (source.gap[1] if number > source.gap[0] else 0))
@@ -896,7 +903,8 @@ def _timed_out(log: _Log) -> _Found | None:
 
 _PEER = re.compile(
     r"(?:ncclRemoteError|remote process exited or there was a network error|Connection (?:closed|reset) by (?:remote )?peer"
-    r"|NCCL communicator was aborted|SO_ERROR: Connection refused|Broken pipe|failed to recv, got 0 bytes|Timed out waiting \d+ms for (?:recv|send))"
+    r"|NCCL communicator was aborted|SO_ERROR: Connection refused"
+    r"|Broken pipe|failed to recv, got 0 bytes|Timed out waiting \d+ms for (?:recv|send))"
 )
 
 

@@ -489,7 +489,8 @@ def ranks_of(state: Mapping[str, Any], node: str, node_time_s: float, since_s: f
         record, beat = _mapping(records.get(rank)), _mapping(beats.get(rank))
         beat_s = _number(beat.get("time"))
         phase = str(beat.get("phase") or "starting")[:20]
-        if record.get("gone") is not None:
+        over = state.get("outcome") is not None or state.get("alive") is False  # ranks do not outlive their agent
+        if record.get("gone") is not None or (over and phase != "done"):
             phase = "gone"
         found.append(
             RankView(

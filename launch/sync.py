@@ -41,7 +41,7 @@ USER_LIMIT_MIB = 64
 
 AGENT = (PROJECT / "launch" / "agent.py").read_text(encoding="utf-8")
 LEASES = (PROJECT / "launch" / "leases.py").read_text(encoding="utf-8")
-"""The agent's source: `Shell.ask` runs its main() on a node without needing any file there."""
+"""Sources whose main() `Shell.ask` runs on a node without needing any file there."""
 
 UNPACK = (
     "import os,shutil,sys,tarfile;root=sys.argv[1];aside='%s.tmp%d'%(root,os.getpid());os.makedirs(aside);"

@@ -174,7 +174,15 @@ def test_of_the_logs_of_all_ranks_the_one_with_the_cause(tmp_path: Path, capsys:
     assert told["file"].endswith("node02-rank2.log")
     assert told["line"] == 53
     assert told["explains"] == ["peer-gone: rank 0, 1, 3"]
-    assert {**told_json(capsys, tmp_path)} == told  # a folder is the logs in it
+    assert told_json(capsys, tmp_path) == told  # a folder is the logs in it
+
+
+def test_of_a_runs_folder_the_logs_of_the_last_attempt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for attempt, text in ((2, TRAINER), (10, MEMORY), (9, TRAINER)):
+        (tmp_path / f"attempt_{attempt}").mkdir()
+        (tmp_path / f"attempt_{attempt}" / "3.log").write_text(text)
+    told = told_json(capsys, tmp_path)
+    assert (told["kind"], told["rank"], told["file"]) == ("cuda-out-of-memory", 3, str(tmp_path / "attempt_10" / "3.log"))
 
 
 def test_the_earlier_of_two_by_the_times_in_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from train.checkpoint import STATE, Ranks, Saved
 from train.errors import FAILED, Stop
+from train.recipe import zero_of
 from train.storage import refused
 
 FLAT_WEIGHTS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
@@ -91,6 +92,10 @@ class Reader(TorchCheckpointEngine):
         self.model = folder / ("zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt")
         self.shard: dict[str, Any] = {}
         if stage:
+            before = zero_of(_mapped(self.model)["ds_config"]).get("round_robin_gradients", False)
+            if before or engine.zero_round_robin_gradients():  # DeepSpeed then notes places that are not those of the numbers
+                remedy = f"start {saved.manifest['world_size']} ranks, as saved it"
+                raise Stop(folder, "its ds_config has round_robin_gradients", "shards in the order of the weights", remedy)
             files = [shard_in(folder, rank) for rank in range(saved.manifest["world_size"])]
             shards = [_mapped(file)[OPTIMIZER_STATE_DICT] for file in files]
             if stage == 3:

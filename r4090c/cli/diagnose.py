@@ -146,7 +146,9 @@ def _files(what: Sequence[str]) -> list[str]:
         if name == STDIN:
             names.append(name)
         elif path.is_dir():
-            inside = sorted(str(one) for one in path.iterdir() if one.name.endswith(SUFFIXES) and one.is_file())
+            attempts = [one for one in path.glob("attempt_*") if one.name.removeprefix("attempt_").isdecimal()]
+            last = max(attempts, key=lambda one: int(one.name.removeprefix("attempt_")), default=path)  # of a run's folder
+            inside = sorted(str(one) for one in last.iterdir() if one.name.endswith(SUFFIXES) and one.is_file())
             if not inside:
                 raise UsageError(name, "a folder without logs", f"files that end in {', '.join(SUFFIXES)}", "name the files")
             names += inside

@@ -151,7 +151,7 @@ def _header(view: Snapshot, width: int, keys: bool) -> Text:
 
 def _run(run: RunView, width: int) -> list[Text]:
     first = Text.assemble(("run ", "dim"), (clean(run.id), "bold"), "  ", (run.state, STATES.get(run.state, "red")))
-    if run.cause:
+    if run.cause and run.cause != run.state:
         first.append(f" ({clean(run.cause)})")
     if (run.attempt or 1) > 1:
         first.append(f"  attempt {run.attempt}")

@@ -355,7 +355,7 @@ FAULTS = (
         "no-such-address",
         "cluster.yaml names an address as the lead's that it does not have",
         "cluster.yaml is corrected",
-        Answer("elsewhere", ("start-failed",), LEAD),
+        Answer("refused", (), LEAD),
         ready=nobodys_address("lead"),
     ),
     Fault(

@@ -216,6 +216,18 @@ def test_a_hang_that_somebody_ended() -> None:
     assert of(stop + gone + TORCHRUN).kind == "stopped"
 
 
+@pytest.mark.parametrize("front", ["", "[rank0]: ", "node02: [rank0]: "])
+def test_what_a_traceback_quotes_was_not_said(front: str) -> None:
+    lines = (
+        "Traceback (most recent call last):",
+        '  File "train.py", line 9, in <module>',
+        '    raise OSError(28, "No space left on device", path) if full else MemoryError("CUDA out of memory. Tried")',
+        "OSError: [Errno 28] No space left on device: '/scratch/a'",
+    )
+    cause = of("".join(f"{front}{line}\n" for line in lines))
+    assert (cause.kind, cause.line_number, cause.details["path"]) == ("disk-full", 4, "/scratch/a")
+
+
 def test_of_two_named_causes_the_earlier() -> None:
     memory = RANK0.replace("rank0", "rank3").format("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB.")
     disk = RANK0.format("OSError: [Errno 28] No space left on device: '/scratch/a.pt'")
@@ -320,6 +332,7 @@ STRUCTURE = {
     "_LOSS",
     "_LOST_LOSS",
     "_LAST_STEP",
+    "_QUOTED",
     "_LISTENING",
     "_PORT",
     "_OF_SHM",

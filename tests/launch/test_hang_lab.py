@@ -61,6 +61,7 @@ def test_a_frozen_rank_ends_the_attempt_everywhere_and_is_named(bench: Bench) ->
     freeze(lab, "node02", 1)
     outcome = attempt.outcome(ENDS_WITHIN_S)
     assert outcome.outcome == "failed" and not outcome.left
+    assert outcome.cause is not None and (outcome.cause.kind, outcome.cause.rank) == ("rank-frozen", 3)
     assert_nothing_left(lab)
     assert causes(attempt) == [("rank-hung", "node02", 3)] * 2
     found = hung_events(attempt)
@@ -80,7 +81,8 @@ def test_a_frozen_rank_ends_the_attempt_everywhere_and_is_named(bench: Bench) ->
 def test_a_rank_that_forgets_the_others_is_told_from_those_that_wait_for_it(bench: Bench) -> None:
     attempt = bench.start(replace(bench.plan("beating_ring.py", "1"), hang=SOON))
     attempt.wait_for("step 5", 60)
-    assert attempt.outcome(ENDS_WITHIN_S).outcome == "failed"
+    outcome = attempt.outcome(ENDS_WITHIN_S)
+    assert outcome.cause is not None and (outcome.cause.kind, outcome.cause.rank) == ("rank-stuck", 1)
     assert_nothing_left(bench.lab)
     found = hung_events(attempt)
     assert (found[1]["waits_for_peers"], found[0]["waits_for_peers"]) == (False, True), found

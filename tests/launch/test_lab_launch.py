@@ -255,7 +255,7 @@ def test_a_port_for_the_agents_that_is_taken_is_told(bench: Bench) -> None:
         attempt = bench.start(bench.plan("wait.py", "300", real=False, ports=free))
         cause = attempt.outcome(15).cause
     assert cause is not None
-    assert (cause.node, cause.kind) == ("node01", "start-failed")
+    assert (cause.node, cause.kind) == ("node01", "port-taken")
     assert f":{free.gang}, where the agents meet, was taken" in cause.summary
 
 

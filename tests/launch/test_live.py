@@ -15,6 +15,7 @@ from launch.live import (
     RunView,
     Snapshot,
     cpu_share,
+    data_links,
     is_behind,
     parse_sample,
     silent,
@@ -25,6 +26,8 @@ from launch.live import (
 from r4090c.cli.exporter import metrics_of
 from r4090c.cli.top_view import frame
 from r4090c.errors import ParseError
+from r4090c.model import Fact
+from tests.launch.facts_of import cluster_of, net_of, node_of, rdma_port
 from tests.launch.live_samples import (
     AT_S,
     NOW_S,
@@ -106,6 +109,24 @@ def test_after_a_gap_or_a_reboot_there_is_nothing_to_compare_with() -> None:
 )
 def test_cpu_share(before: str, after: str, share: float | None) -> None:
     assert cpu_share(before, after) == (None if share is None else pytest.approx(share))
+
+
+def test_which_links_carry_the_training_traffic() -> None:
+    nodes = [node_of("node01", "10.0.0.1"), node_of("node02", "10.0.0.2")]
+    net = net_of({"eth0": "192.168.0.1", "eth1": "10.0.0.1"}, {"10.0.0.2": "eth1"})
+    rdma = Fact(value=(rdma_port("mlx5_0:1", netdev="eth1"), rdma_port("mlx5_1:1", netdev="eth0")))
+    tcp = data_links(nodes[0], cluster_of(nodes), net, rdma)
+    assert (tcp.iface, tcp.ports) == ("eth1", ()) and "node02" in tcp.why
+    assert tcp.rates_gbit_s == {"eth0": 10.0, "eth1": 10.0, "mlx5_0:1": 100.0, "mlx5_1:1": 100.0}
+    roce = data_links(nodes[0], cluster_of(nodes, "roce"), net, rdma)
+    assert (roce.iface, roce.ports) == ("eth1", ("mlx5_0:1",))
+    slow = cluster_of(nodes)
+    slow = replace(slow, network=replace(slow.network, rate_gbit_s=2.5))
+    assert dict(data_links(nodes[0], slow, net, rdma).rates_gbit_s or {})["eth1"] == 2.5, "what cluster.yaml states wins"
+    dumb = data_links(nodes[0], cluster_of(nodes), Fact(error="no answer"), rdma)
+    assert (dumb.iface, dumb.why) == (None, "no answer")
+    (node,) = view(heard("node01", links=dumb)).nodes
+    assert node.links_why == "no answer" and not [link for link in node.links if link.data]
 
 
 # ------------------------------------------------------------------------------------------ GPUs
@@ -249,6 +270,22 @@ def test_the_state_of_a_run_is_the_worst_of_its_agents(changes: list[dict[str, A
     ]
     run = run_of(*parts)
     assert run.state == expected and run.cause == ("rank-failed" if expected == "failed" else None)
+
+
+@pytest.mark.parametrize(
+    ("change", "phase"),
+    [
+        ({}, "train"),
+        ({"ranks": {"0": {"gone": NOW_S - 1, "exit": -9}}}, "gone"),
+        ({"state": "ended", "outcome": "stopped", "alive": False}, "gone"),
+        ({"alive": False}, "gone"),
+        ({"beats": {}}, "starting"),
+        ({"beats": {"0": {"phase": "done", "step": 9, "time": NOW_S}}, "outcome": "done", "alive": False}, "done"),
+    ],
+)
+def test_the_phase_of_a_rank(change: dict[str, Any], phase: str) -> None:
+    told = {**state(RUN, "node01", 0, {0: ("train", 42, 0.4)}), **change}
+    assert run_of(heard("node01", runs=[told])).ranks[0].phase == phase
 
 
 def test_images_are_counted_as_images() -> None:

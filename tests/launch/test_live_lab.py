@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pty
+import select
 import signal
 import struct
 import subprocess
@@ -120,30 +121,43 @@ def test_one_run_as_a_picture(scene: Scene) -> None:
     assert code == 2 and "no-such-run" in errors
 
 
-def test_on_a_terminal_q_leaves_it_as_it_was(scene: Scene) -> None:
+@pytest.mark.parametrize("end", [b"q", b"\x03"], ids=["q", "ctrl-c"])
+def test_a_terminal_is_left_as_it_was(scene: Scene, end: bytes) -> None:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(slave)
     env = {**environment(scene.state), "TERM": "xterm-256color"}
-    for end in (b"q", b"\x03"):
-        process = subprocess.Popen(
-            [*PROGRAM, "--cluster", scene.view, "top"], stdin=slave, stdout=slave, stderr=slave, env=env, cwd=scene.state,
-            preexec_fn=lambda: _own_terminal(slave), start_new_session=True,
-        )  # fmt: skip
-        said = b""
-        while b"node02" not in said or b"cpu" not in said:
-            said += os.read(master, 65536)
+    process = subprocess.Popen(
+        [*PROGRAM, "--cluster", scene.view, "top"], stdin=slave, stdout=slave, stderr=slave, env=env, cwd=scene.state,
+        preexec_fn=lambda: _own_terminal(slave), start_new_session=True,
+    )  # fmt: skip
+    try:
+        said = Said(master)
+        until(lambda: b"node02" in said.text() and b"cpu" in said.text(), "no picture")
         assert termios.tcgetattr(slave) != before
         os.write(master, end)
-        while process.poll() is None:
-            said += os.read(master, 65536)
-        while not said.rstrip().endswith(b"\x1b[?25h") and b"\x1b[?1049l" not in said:
-            said += os.read(master, 65536)
+        until(lambda: said.text() and process.poll() is not None, "it does not end")
         assert process.returncode == 0
-        assert said.count(b"\x1b[?1049h") == said.count(b"\x1b[?1049l") == 1, "the other screen was left"
+        assert said.text().count(b"\x1b[?1049h") == said.text().count(b"\x1b[?1049l") == 1, "the other screen was left"
         assert termios.tcgetattr(slave) == before
-    os.close(master)
-    os.close(slave)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+        os.close(slave)
+
+
+class Said:
+    """What came on a terminal so far."""
+
+    def __init__(self, master: int) -> None:
+        self._master, self._all = master, b""
+
+    def text(self) -> bytes:
+        """Return all of it, without waiting for more."""
+        while select.select([self._master], [], [], 0)[0]:
+            self._all += os.read(self._master, 65536)
+        return self._all
 
 
 def _own_terminal(slave: int) -> None:

@@ -377,6 +377,15 @@ def test_a_kill_while_it_is_divided_anew_leaves_the_checkpoint_as_it_was(tmp_pat
     assert told(tmp_path / "run", "step") == [1, 2, 3, 4]
 
     shutil.rmtree(checkpoints / "step_00000004")
+    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    config["zero_optimization"]["round_robin_gradients"] = True
+    (tmp_path / "own.json").write_text(json.dumps(config))
+    other = arguments(tmp_path, "run", recipe | {"steps": 4, "ds_config": str(tmp_path / "own.json")})
+    ran = subprocess.run(other, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 1
+    assert "its ds_config has round_robin_gradients; expected shards in the order of the weights; start 2 ranks" in ran.stderr
+
+    arguments(tmp_path, "run", recipe | {"steps": 4})
     manifest = json.loads((checkpoints / "step_00000003" / "complete").read_text())
     (checkpoints / "step_00000003" / "complete").write_text(json.dumps(manifest | {"world_size": 3}))
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)

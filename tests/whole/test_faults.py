@@ -7,6 +7,7 @@ Most run under the stand-in for torch (tests/lab/toy.py), as what sees, names, e
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,3 +94,39 @@ def test_with_real_training(lab: Lab, tmp_path: Path, fault: Fault) -> None:
         if fault.id == "full-disk":
             resumed_after_room_is_made(one)
     assert left_behind(lab) == []
+
+
+HOLDER = """
+import fcntl, os, socket, time
+os.makedirs("/tmp/r4090c-0/run/node01")
+lock = open("/tmp/r4090c-0/run/node01/lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+listener = socket.create_server(("", 45678))
+print("holds", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_is_left_is_found(lab: Lab, tmp_path: Path) -> None:
+    """The matrix and bench/chaos.py are worth what this sees."""
+    holder = subprocess.Popen(lab.exec_argv("node01", "python3", "-c", HOLDER), stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "holds\n"
+        left = left_behind(lab, within_s=0)
+        assert [line.partition(" ")[2].partition(" python3")[0] for line in left] == [
+            "process",
+            "port 45678",
+            "held: /tmp/r4090c-0/run/node01/lock",
+        ]
+    finally:
+        for pid in (pid for pid, line in lab.processes("node01") if "45678" in line):
+            lab.kill("node01", pid)
+        holder.communicate(timeout=10)
+        lab.exec("node01", "rm", "-r", "/tmp/r4090c-0/run")
+    assert left_behind(lab, within_s=0) == []
+    checkpoints = tmp_path / "checkpoints"
+    for name in ("step_00000005.partial", "step_00000005.odd", "step_00000010"):
+        (checkpoints / name).mkdir(parents=True)
+    damaged = "step_00000010: complete: No such file or directory"
+    assert half_checkpoints(tmp_path, done=False) == ["step_00000005.odd", damaged]
+    assert half_checkpoints(tmp_path, done=True) == ["step_00000005.odd", "step_00000005.partial", damaged]
