@@ -91,8 +91,20 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
+class Lease:
+    """Who uses a GPU, of any account (launch/leases.py); None = not told. `since_s`: Unix time of the node."""
+
+    user: str | None
+    run_id: str | None
+    since_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class GpuView:
-    """One GPU. `utilization`: 0 to 1. `throttle`: names of THROTTLE that are active, None = not told. `faults`: complaints."""
+    """One GPU. `utilization`: 0 to 1. `throttle`: names of THROTTLE that are active, None = not told. `faults`: complaints.
+
+    `lease`: the run that holds it; None = free, or not known.
+    """
 
     index: int
     name: str
@@ -108,6 +120,7 @@ class GpuView:
     throttle: tuple[str, ...] | None
     processes: tuple[GpuProcess, ...] | None
     faults: tuple[str, ...] = ()
+    lease: Lease | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,10 +414,20 @@ def gpus_of(raw: Mapping[str, Any], interval_s: float) -> tuple[tuple[GpuView, .
         processes: tuple[GpuProcess, ...] | None = nvidia_smi_compute_apps.parse(_text(apps, "text"))
     except ParseError:
         processes = None
-    return tuple(_gpu(gpu, rows.get(str(gpu.index), {}), processes) for gpu in gpus), None
+    leases = leases_of(raw.get("leases"))
+    return tuple(_gpu(gpu, rows.get(str(gpu.index), {}), processes, leases.get(gpu.pci)) for gpu in gpus), None
 
 
-def _gpu(gpu: Gpu, row: Mapping[str, str], processes: Sequence[GpuProcess] | None) -> GpuView:
+def leases_of(raw: object) -> dict[str, Lease]:
+    """Return lease (a PCI address) -> who holds it, of those that are held."""
+    held = [_mapping(one) for one in _items(_mapping(raw).get("busy"))]
+    return {
+        str(one.get("lease")): Lease(_text(one, "user") or None, _text(one, "run_id") or None, _number(one.get("since")))
+        for one in held
+    }
+
+
+def _gpu(gpu: Gpu, row: Mapping[str, str], processes: Sequence[GpuProcess] | None, lease: Lease | None) -> GpuView:
     clock = re.fullmatch(r"(\d{1,6}) MHz", row.get("clocks.current.sm", ""), re.ASCII)
     reasons = row.get("clocks_event_reasons.active", row.get("clocks_throttle_reasons.active"))
     mib = 1 << 20
@@ -423,6 +446,7 @@ def _gpu(gpu: Gpu, row: Mapping[str, str], processes: Sequence[GpuProcess] | Non
         throttle=throttle_of(reasons),
         processes=None if processes is None else tuple(one for one in processes if one.gpu_uuid == gpu.uuid),
         faults=gpu.faults,
+        lease=lease,
     )
 
 

@@ -12,7 +12,8 @@ is never a number.
 
 A line: {"schema", "node", "time", "monotonic", "stat", "loadavg", "meminfo", "netdev" (texts), "rdma": {"mlx5_0:1": {counter:
 text}}, "gpus", "apps": null (not asked) or {"text", "fields", "rc", "age_s"} or {"error"}, "disks": {path: {"size", "free"} or
-{"error"}}, "runs": [the agents' states, shortened, with "plan" and, on the lead, "metrics"]}.
+{"error"}}, "leases": what launch/leases.py tells of who holds GPUs, "runs": [the agents' states, shortened, with "plan" and, on
+the lead, "metrics"]}.
 """
 
 from __future__ import annotations
@@ -433,7 +434,8 @@ def first_lines(text: str, pattern: str) -> str:
 class Sampler:
     """Collects one sample after the other. `request`: {"node", "interval_s", "gpus": bool, "shared": [paths that may hang]}."""
 
-    def __init__(self, request: Json) -> None:
+    def __init__(self, request: Json, leases: Callable[[Json], Json] | None = None) -> None:
+        self.leases = leases
         self.node: str = request["node"]
         self.interval_s: float = request["interval_s"]
         self.paths: list[str] = request["shared"]
@@ -486,8 +488,18 @@ class Sampler:
             "gpus": None if asked is None else asked.main.told(asked.fields),
             "apps": None if asked is None else asked.apps.told(list(APPS)),
             "disks": {LOCAL: room(LOCAL), **{path: self.shared.found("disks", path) for path in self.paths}},
+            "leases": self.holders(),
             "runs": states,
         }
+
+    def holders(self) -> Json:
+        """Return who holds GPUs here, of all accounts, or {"error"}."""
+        if self.leases is None:
+            return {"error": "not asked"}
+        try:
+            return self.leases({"do": "who", "leases": None})
+        except OSError as error:
+            return {"error": error.strerror or str(error)}
 
     def run(self, stdin: int, say: Callable[[Json], None]) -> None:
         """Say one sample every interval, until standard input ends."""
@@ -536,11 +548,11 @@ def end_now(number: int, frame: object) -> NoReturn:
     raise SystemExit(0)
 
 
-def main(request: Json) -> None:
-    """Sample until nobody reads any more."""
+def main(request: Json, leases: Callable[[Json], Json] | None = None) -> None:
+    """Sample until nobody reads any more. `leases`: main of launch/leases.py."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM):
         signal.signal(number, end_now)
-    sampler = Sampler(request)
+    sampler = Sampler(request, leases)
     try:
         sampler.run(sys.stdin.fileno(), say)
     finally:

@@ -422,6 +422,8 @@ def failure(outcome: Outcome, run_id: str) -> R4090cError:
     assert cause is not None
     evidence = "\n".join("    " + line for line in cause.evidence.splitlines()[-6:])
     observed = cause.summary + (f"\n{evidence}" if evidence else "")
+    if cause.fix:
+        observed += f"\n  mend:     {cause.fix[0]}"
     if outcome.left:
         observed += f"\n  still running: {dict(outcome.left)}"
     where = cause.node if cause.rank is None else f"{cause.node}, rank {cause.rank}"

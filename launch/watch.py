@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from launch.live import DataLinks, Heard, Sample, Snapshot, data_links, parse_sample, silent, snapshot, stale_after_s, taken
+from launch.sync import LEASES
 from netcheck.facts import observe, questions
 from netcheck.gather import PROBE_SOURCE
 from r4090c.errors import ParseError, R4090cError
@@ -24,8 +25,12 @@ from r4090c.remote import Fleet, Shell, Stream, ssh_command
 
 SAMPLER = files("launch").joinpath("sampler.py").read_text(encoding="utf-8")
 _RUN = (
-    "import sys,json,zlib,base64;g={'__name__':'r4090c_node'};"
-    "exec(compile(zlib.decompress(base64.b64decode(sys.argv[1])),'r4090c','exec'),g);g['main'](json.loads(sys.argv[2]))"
+    "import sys,json,zlib,base64\n"
+    "def main(packed):\n"
+    " g={'__name__':'r4090c_node'}\n"
+    " exec(compile(zlib.decompress(base64.b64decode(packed)),'r4090c','exec'),g)\n"
+    " return g['main']\n"
+    "main(sys.argv[1])(json.loads(sys.argv[3]),main(sys.argv[2]))"
 )
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
 """est.: before a lost node is tried again; doubled each time. A node that boots answers within seconds of its sshd."""
@@ -35,8 +40,8 @@ FACTS_S = 15.0
 
 def sampler_argv(request: dict[str, Any]) -> list[str]:
     """Return the command that runs the sampler on a node."""
-    packed = base64.b64encode(zlib.compress(SAMPLER.encode(), 9)).decode()
-    return ["python3", "-I", "-S", "-c", _RUN, packed, json.dumps(request)]
+    packed = [base64.b64encode(zlib.compress(source.encode(), 9)).decode() for source in (SAMPLER, LEASES)]
+    return ["python3", "-I", "-S", "-c", _RUN, *packed, json.dumps(request)]
 
 
 class Watch:

@@ -72,6 +72,7 @@ def test_what_a_scrape_says() -> None:
     assert value(found, "gpu_utilization_ratio", node="node01", gpu="0") == 0.97
     assert value(found, "gpu_memory_used_bytes", node="node01", gpu="1") == 20_480 << 20
     assert value(found, "gpu_sm_clock_hertz", node="node01", gpu="1") == 2.52e9
+    assert value(found, "gpu_lease_info", node="node01", gpu="1", run=RUN, user=HOSTILE) == 1
     assert value(found, "gpu_throttled", node="node01", gpu="0", reason="sw_power_cap") == 1
     assert value(found, "gpu_throttled", node="node01", gpu="0", reason="hw_slowdown") == 0
     assert value(found, "network_receive_bytes_total", node="node01", iface="eth0") == 250e6

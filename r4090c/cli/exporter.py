@@ -139,6 +139,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpu_sm_clock_hertz": ("Clock of the SMs.", GPU),
     "gpu_throttled": ("1 while this reason slows the GPU down, else 0.", (*GPU, "reason")),
     "gpu_processes": ("Compute processes that hold memory of the GPU.", GPU),
+    "gpu_lease_info": ("The run that holds the GPU, of any account, always 1.", (*GPU, "user", "run")),
     "gpu_faults": ("Complaints of nvidia-smi about the GPU (ERR!, GPU is lost).", (*GPU, "pci")),
     "network_info": ("Which interface carries the training traffic (data), always 1.", (*IFACE, "data")),
     "network_rate_bytes_per_second": ("What the link can carry one way.", IFACE),
@@ -236,6 +237,8 @@ def _gpu_rows(node: str, gpu: GpuView) -> Iterator[Row]:
     yield "gpu_temperature_celsius", at, gpu.temperature_c
     yield "gpu_sm_clock_hertz", at, gpu.sm_clock_hz
     yield "gpu_processes", at, None if gpu.processes is None else len(gpu.processes)
+    if gpu.lease is not None:
+        yield "gpu_lease_info", (*at, gpu.lease.user or "", gpu.lease.run_id or ""), 1
     if gpu.throttle is not None:
         for reason in dict.fromkeys([*(name for name, _ in THROTTLE.values()), *gpu.throttle]):
             yield "gpu_throttled", (*at, reason), reason in gpu.throttle

@@ -290,6 +290,8 @@ def _gpu(gpu: GpuView, wide: bool) -> Text:
         line.append(f"  {'?' if gpu.processes is None else len(gpu.processes)} proc")
     words = "throttle not told" if gpu.throttle is None else throttle_words([gpu])
     line.append(f"  {words}" if words else "", style="dim" if gpu.throttle is None else "yellow")
+    if gpu.lease is not None and wide:
+        line.append(f"  {clean(gpu.lease.run_id or 'a run')} of {clean(gpu.lease.user or 'somebody')}", style="dim")
     for fault in gpu.faults:
         line.append(f"  {clean(fault)}", style="red")
     return line

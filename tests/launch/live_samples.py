@@ -70,6 +70,7 @@ def raw(node: str, seconds: float, **more: Any) -> dict[str, Any]:
         "gpus": None,
         "apps": None,
         "disks": {"/tmp": {"size": 1 << 40, "free": 1 << 39}, "/shared/nfs": {"size": 1 << 44, "free": 1 << 39}},
+        "leases": {"busy": []},
         "runs": [],
         **more,
     }
@@ -148,6 +149,7 @@ def cluster_of_three() -> list[Heard]:
         "node01",
         gpus=smi(gpu_row(0, 97, 21_504, 449.6, 66, 0x4, card), gpu_row(1, 88, 20_480, 402.0, 71, 0x0, card)),
         apps=apps(process),
+        leases={"busy": [{"lease": "0000:42:00.0", "user": HOSTILE, "run_id": RUN, "node": "x", "pid": 5, "since": NOW_S - 60}]},
         runs=[state(RUN, "node01", 0, {0: ("train", 42, 0.4), 1: ("train", 42, 0.6)})],
     )
     hostile = {

@@ -140,6 +140,7 @@ def test_gpus_with_what_slows_them_down() -> None:
     assert (busy.temperature_c, busy.sm_clock_hz, busy.pci) == (66, 2520e6, "0000:41:00.0")
     assert busy.throttle == ("sw_power_cap",) and first.gpus[1].throttle == ()
     assert [len(gpu.processes or ()) for gpu in first.gpus] == [1, 0]
+    assert [gpu.lease and gpu.lease.run_id for gpu in first.gpus] == [None, RUN]
     assert second.gpus[0].throttle == (), "idle slows nothing down"
     assert second.gpus[1].throttle == ("hw_thermal_slowdown",), "the general bit adds nothing to the special one"
     assert second.gpus[1].processes is None, "nvidia-smi did not answer for the processes: not known, not none"
@@ -304,8 +305,16 @@ def test_what_is_no_sample_is_refused(line: str) -> None:
 
 
 ODD: list[object] = [5, True, 1.5, math.nan, "x", ["x"], [{}], {"a": 1}, {"0": [1]}, {"lines": 5}, {"lines": [{"step": 1e400}]}]
-ODD += [{"nodes": 5}, {"nodes": [1], "ranks": 4, "steps": 1}, {"error": 5}, {"text": 5, "age_s": "x"}, {"eth0": {"rx": -1}}, None]
-KEYS = ("stat", "loadavg", "meminfo", "netdev", "rdma", "gpus", "apps", "disks", "runs")
+ODD += [
+    {"nodes": 5},
+    {"busy": [5, {"lease": [], "user": 4}]},
+    {"nodes": [1], "ranks": 4, "steps": 1},
+    {"error": 5},
+    {"text": 5, "age_s": "x"},
+    {"eth0": {"rx": -1}},
+    None,
+]
+KEYS = ("stat", "loadavg", "meminfo", "netdev", "rdma", "gpus", "apps", "disks", "leases", "runs")
 PARTS = ("run_id", "run_dir", "attempt", "ranks", "beats", "plan", "metrics", "node_rank", "started", "outcome", "state", "alive")
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from launch import leases
 from tests.cli import PROGRAM, environment, run, start
 from tests.lab import Lab
 from tests.lab.gpus import GpuBox, installed
@@ -111,6 +112,29 @@ def test_once_as_json(scene: Scene) -> None:
     assert [rank["node"] for rank in told["ranks"]] == ["node01", "node01", "node02", "node02"]
     assert {rank["phase"] for rank in told["ranks"]} == {"train"} and told["slowest"] == 3
     assert (told["loss"], told["rate_per_s"], told["metrics_error"], told["missing"]) == (5.5, 1000.0, None, [])
+
+
+HOLD = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import leases
+held, _ = leases.take(["0000:1c:00.0"], {"user": "alice", "run_id": "other-1", "node": "node01", "pid": 1, "since": time.time()})
+print(len(held), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_gpu_that_another_account_uses(scene: Scene) -> None:
+    argv = scene.lab.exec_argv("node01", "python3", "-c", HOLD, str(Path(leases.__file__).parent))
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "1\n"
+        first, second = once(scene, "--nodes", "node01")["nodes"][0]["gpus"]
+        assert first["lease"] is None and (second["lease"]["user"], second["lease"]["run_id"]) == ("alice", "other-1")
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def test_one_run_as_a_picture(scene: Scene) -> None:

@@ -61,7 +61,7 @@ def test_the_kernels_files_and_the_room_on_disks(tmp_path: Path) -> None:
     with sampling(tmp_path, shared=[str(tmp_path), str(tmp_path / "missing")]) as samples:
         sample = first(samples, lambda one: "age_s" in one["disks"][str(tmp_path)])
     assert sample["schema"] == "r4090c.sample/1" and sample["stat"].startswith("cpu ") and "lo:" in sample["netdev"]
-    assert sample["gpus"] is None and sample["runs"] == []
+    assert sample["gpus"] is None and sample["runs"] == [] and isinstance(sample["leases"]["busy"], list)
     assert 0 < sample["disks"][str(tmp_path)]["free"] <= sample["disks"][str(tmp_path)]["size"]
     assert sample["disks"]["/tmp"]["size"] > 0
     assert "No such file" in sample["disks"][str(tmp_path / "missing")]["error"]

@@ -375,10 +375,14 @@ def save_by_two(folder: Path, step: int, sizes_mib: tuple[int, int], needed_byte
         manifest = {"world_size": 2, "data_sha256": "d1", "recipe": {}}
         content = os.urandom(sizes_mib[ranks.rank] << 20)
         rotation = Checkpoint(every_steps=1, keep=3)
-        named = {f"rank{ranks.rank}": content}
-        return checkpoint.save(
-            folder, step, lambda partial: write(partial, **named), ranks, manifest, rotation, needed_bytes
-        ).name
+
+        def write_in_turn(partial: Path) -> Files:
+            first = partial / checkpoint.STATE / "rank0.pt"
+            while ranks.rank and not (first.exists() and first.stat().st_size == sizes_mib[0] << 20):
+                time.sleep(0.01)  # who comes last is the one whose file does not fit
+            return write(partial, **{f"rank{ranks.rank}": content})
+
+        return checkpoint.save(folder, step, write_in_turn, ranks, manifest, rotation, needed_bytes).name
 
     return run_ranks(2, work)
 
