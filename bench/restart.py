@@ -38,6 +38,10 @@ from tests.lab import Lab, LabError
 from tests.lab.faults import Scene
 
 ELASTIC = "torchrun, c10d, --max-restarts 3"
+OWN_STORE = f"{ELASTIC}, a store of its own for each try"
+"""torchrun lets the ranks meet in the store of its own rendezvous, where they find each other's addresses of the try before; this
+variable of torch's gives them a new one."""
+NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 PEER = REPOSITORY / "bench" / "peers" / "resume_zero2.py"
 STEPS, EVERY_STEPS, KILL_AT = 14, 5, 7
 SETS = (f"steps={STEPS}", f"checkpoint.every_steps={EVERY_STEPS}")
@@ -45,8 +49,9 @@ MEMBER = "node02"
 AGAIN_S = 150.0
 """est.: five times what a restart takes here; a launcher that has made no step by then has failed."""
 START_S = 120.0
-WORDS = re.compile(r"Error|error:|failed|Exception|timed out|timeout", re.IGNORECASE)
-"""What a launcher says of its failure: the last such lines are told."""
+WORDS = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception): .*|^error: .*")
+"""What a launcher and its ranks say of a failure."""
+TOLD_LINES, TOLD_LETTERS = 4, 160
 RATIO = 1.0
 
 
@@ -70,14 +75,27 @@ def ours(lab: Lab) -> list[list[str]]:
     return [[str(program), "launch", "tiny", "--nodes", str(NODES), *sets, "--cluster", str(lab.cluster_file)]]
 
 
-def elastic(job: Job, ports: Ports) -> list[list[str]]:
-    """Return what torchrun's documentation proposes: on each node, over ssh, one torchrun that meets the other at node01."""
+def elastic(job: Job, ports: Ports, *variables: str) -> list[list[str]]:
+    """Return what torchrun's documentation proposes: on each node, over ssh, one torchrun that meets the other at node01.
+
+    `variables`: NAME=VALUE for it.
+    """
     port, run = ports.next(), f"run{time.monotonic_ns()}"
     shape = ["--nnodes", str(NODES), "--nproc_per_node", "1", "--max-restarts", "3", "--rdzv_id", run]
     where = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{job.addresses[0]}:{port}"]
     script = [str(PEER), *job.script[1:]]
     return job.on_each_node(
-        lambda rank: [sys.executable, "-m", "torch.distributed.run", *shape, *where, "--local-addr", job.addresses[rank], *script]
+        lambda rank: [
+            *variables,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *shape,
+            *where,
+            "--local-addr",
+            job.addresses[rank],
+            *script,
+        ]
     )
 
 
@@ -148,8 +166,8 @@ def follow(many: int, told: queue.Queue[tuple[float, str | None]], killed: Kille
 
 def problem_of(name: str, killed: Killed, lab: Lab, expected: dict[int, float]) -> str:
     """Return why a run does not count, "" when it does: it went on, to the end, and its losses are those of a run left alone."""
-    said = [line.strip() for line in killed.lines if WORDS.search(line)]
-    words = " / ".join(dict.fromkeys(said[-6:]))
+    said = [match[0].strip()[:TOLD_LETTERS] for match in map(WORDS.search, killed.lines) if match]
+    words = " / ".join(list(dict.fromkeys(said))[:TOLD_LINES])
     if killed.step_s is None:
         return f"no step within {AGAIN_S:g} s of the kill; exit codes {killed.exit_codes}; it said: {words}"
     if any(killed.exit_codes) or None in killed.exit_codes:
@@ -205,11 +223,16 @@ def bench(rounds: int, out: Path) -> None:
         record = Record(
             out, "restart", versions=versions, rounds=rounds, steps=STEPS, killed_after=KILL_AT, saved_every=EVERY_STEPS
         )
-        names = [OURS, ELASTIC]
+        started: dict[str, Callable[[], list[list[str]]]] = {
+            OURS: lambda: ours(lab),
+            ELASTIC: lambda: elastic(job, ports),
+            OWN_STORE: lambda: elastic(job, ports, f"{NOT_SHARED}=1"),
+        }
+        names = list(started)
         for number in range(rounds):
             for contender in random.Random(number).sample(names, len(names)):
                 shutil.rmtree(job.save, ignore_errors=True)
-                killed = run(ours(lab) if contender == OURS else elastic(job, ports), folder, lambda: kill_rank(lab))
+                killed = run(started[contender](), folder, lambda: kill_rank(lab))
                 figures = {"seen_s": rounded(killed.seen_s), "step_s": rounded(killed.step_s)}
                 problem = problem_of(contender, killed, lab, expected)
                 left = wait_until_idle(lab)
@@ -244,15 +267,15 @@ def report(record: Record, names: Sequence[str]) -> None:
         out = [one for one in record.left_out if one["contender"] == name]
         compared = spread(ratios(record.runs, "step_s", name, OURS))
         rows.append([name, str(len(mine)), str(len(out)), spread([one["step_s"] for one in mine]), compared])
-    against = ratios(record.runs, "step_s", OURS, ELASTIC)
+    against = {name: ratios(record.runs, "step_s", OURS, name) for name in names if name != OURS}
     job = (
         f"Recipe `tiny`, {NODES} nodes of a rank on the CPU (gloo), a checkpoint every {EVERY_STEPS} steps, kill -9 of the rank "
         f"on {MEMBER} after step {KILL_AT}. A run counts when it goes on by itself to step {STEPS}, with the losses of one that "
         "was left alone.\n\n"
     )
     heading = ["restart by", "runs", "failed", "kill to the next step, s", f"/ {OURS}"]
-    measured = statistics.median(against) if against else None
-    record.finish("Restart", job + table(heading, rows), [Goal(f"{OURS} / {ELASTIC}", RATIO, measured)])
+    goals = [Goal(f"{OURS} / {name}", RATIO, statistics.median(found) if found else None) for name, found in against.items()]
+    record.finish("Restart", job + table(heading, rows), goals)
 
 
 if __name__ == "__main__":
