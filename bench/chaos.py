@@ -57,8 +57,7 @@ def freeze(*roles: faults.Role) -> Do:
     """SIGSTOP processes of the member; a launch with --hang-after, or the gang's lease, must end them."""
 
     def strike(scene: Scene) -> None:
-        frozen = scene.find(scene.member, *roles)
-        scene.hit(scene.member, *roles, name="STOP")
+        frozen = scene.hit(scene.member, *roles, name="STOP")
         scene.undoing.callback(scene.signal, scene.member, frozen, "CONT")
 
     return strike

@@ -65,7 +65,7 @@ def bench(options: argparse.Namespace) -> None:
         record = Record(options.out, "faults", versions=versions, rounds=options.rounds, real_rounds=options.real)
         for number in range(options.rounds + options.real):
             kind = TOY if number < options.rounds else REAL
-            order = [fault for fault in chosen if kind == TOY or not fault.toy_only]
+            order = [fault for fault in chosen if kind == TOY or fault.torch_has_a_say]
             random.Random(number).shuffle(order)
             for fault in order:
                 told, problem = measure(lab, fault, kind, Path(name) / f"{number}-{fault.id}")

@@ -141,7 +141,7 @@ class _Next:
 
     def again(self) -> str:
         """Return how the run goes on; a script of the user's own knows no resume."""
-        return f"r4090c launch {self.recipe} --resume {self.run_id}" if self.recipe else self.logs()
+        return f"r4090c launch --resume {self.run_id}" if self.recipe else self.logs()
 
     def kernel_log(self, node: str) -> str:
         return f"{self.ssh.get(node, f'ssh {node}')} journalctl -k -n 50"

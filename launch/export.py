@@ -42,7 +42,8 @@ def run_on_node(
     argv = [node.paths.python, "-u", f"{tree}/{program}", run.run_dir, "--data-dir", data, "--json", *options]
     stream = fleet.shell(node.name).stream([*MERGE_STREAMS, *argv])
     try:
-        return _follow(stream.lines(), lambda: stream.rc, say, f"{program} on {node.name}")
+        told = _follow(stream.lines(), lambda: stream.rc, say, f"{program} on {node.name}")
+        return {**told, "node": node.name}
     except _LostError:
         raise CouldNotTell(node.name, f"the connection broke while {DOING[program]}", "an answer", ssh_command(node)) from None
     finally:

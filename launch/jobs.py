@@ -77,7 +77,10 @@ def main(request):
                 agents[name] = found
         one = {"folder": folder, "plan": plan, "agents": agents, "last": last_line(os.path.join(folder, "metrics.jsonl"))}
         one["diagnosis"] = load(os.path.join(folder, "diagnosis.json"))
-        one["recipe"] = load(os.path.join(folder, "recipe.json")) if request["only"] else None
+        if request["only"]:
+            attempted = os.path.join(folder, "attempt_%s" % plan.get("attempt"), "recipe.json")
+            one["attempted"] = load(attempted)
+            one["recipe"] = load(os.path.join(folder, "recipe.json")) or one["attempted"]
         one["checkpoints"] = checkpoints(os.path.join(folder, "checkpoints")) if request["only"] else []
         one["stop"] = load(os.path.join(folder, "stop.json")) if request["only"] else None
         runs.append(one)
@@ -145,6 +148,8 @@ class Run:
     resolved: Mapping[str, Any] | None
     checkpoints: tuple[str, ...]
     placement: str | None = None
+    attempted: Mapping[str, Any] | None = None
+    """The recipe of the last attempt, whether or not the ranks took it; told by `find_run` only."""
     stopped_by: str | None = None
     """Who ended it by `r4090c stop`, since its last start; told by `find_run` only."""
 
@@ -219,7 +224,8 @@ def _run(one: Mapping[str, Any], now: float) -> Run:
         started_at=str(plan["created_at"]),
         cause=cause,
         plan=plan,
-        resolved=one["recipe"],
+        resolved=one.get("recipe"),
+        attempted=one.get("attempted"),
         checkpoints=tuple(one["checkpoints"]),
         placement=placement_of(one["agents"]),
         stopped_by=str(one["stop"].get("by")) if isinstance(one.get("stop"), dict) else None,

@@ -72,6 +72,24 @@ MODEL_KEYS = (
 """Fields of a model's config.json that memory and speed follow from; the rest the nodes read from the folder itself."""
 AUTO = "auto"
 """`micro_batch: auto`: the ranks find the largest that fits, and keep `global_batch`."""
+OTHER_NAMES = {
+    "batch_size": "micro_batch or global_batch",
+    "per_device_train_batch_size": "micro_batch",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "max_steps": "steps",
+    "epochs": "steps",
+    "num_train_epochs": "steps",
+    "lr": "optimizer.lr",
+    "learning_rate": "optimizer.lr",
+    "warmup_steps": "schedule.warmup_steps",
+    "max_seq_length": "data.sequence_length",
+    "sequence_length": "data.sequence_length",
+    "gradient_checkpointing": "activation_checkpointing",
+    "output_dir": "nothing: runs lie in paths.runs of cluster.yaml",
+    "deepspeed": "ds_config",
+    "dataset": "data",
+}
+"""What other tools call our keys."""
 POSITIVE = ("steps", "micro_batch", "gradient_accumulation")
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises: for what is no YAML, for a date or a number that cannot be, for lists in lists without end."""
@@ -103,7 +121,7 @@ def load_recipe(target: str, sets: Sequence[str] = (), base: dict[str, Any] | No
     """
     own = target.endswith((".yaml", ".yml"))
     path = Path(target) if own else FOLDER / f"{target}.yaml"
-    if not (path.is_file() if own else target in recipe_names()):
+    if base is None and not (path.is_file() if own else target in recipe_names()):
         near = difflib.get_close_matches(target, recipe_names(), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UsageError(
@@ -262,8 +280,8 @@ def _mistakes(recipe: Mapping[str, Any], source: str) -> list[UsageError]:
             errors.append(UsageError(f"{source}: {key}", f"{recipe[key]!r}", "at least 1"))
     for key in recipe:
         if key not in REQUIRED and key not in OPTIONAL:
-            near = difflib.get_close_matches(str(key), [*REQUIRED, *OPTIONAL], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = OTHER_NAMES.get(str(key)) or next(iter(difflib.get_close_matches(str(key), [*REQUIRED, *OPTIONAL], n=1)), "")
+            hint = f"; did you mean {near}?" if near else ""
             errors.append(UsageError(f"{source}: {key}", f"unknown{hint}", f"one of {', '.join([*REQUIRED, *OPTIONAL])}"))
     for key, default in DEFAULTS.items():
         wrong = type(recipe[key]) is not type(default) or (isinstance(default, int) and recipe[key] < 0)

@@ -86,6 +86,7 @@ class Prepared:
     recipe: dict[str, Any] | None
     files: Mapping[str, bytes]
     nodes: tuple[Node, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def prepare(fleet: Fleet | None, cluster: Cluster, wish: Wish) -> Prepared:
@@ -98,15 +99,14 @@ def prepare(fleet: Fleet | None, cluster: Cluster, wish: Wish) -> Prepared:
     if wish.again:
         assert fleet is not None and wish.resume
         previous = find_run(fleet, cluster, wish.resume)
-        if previous.resolved is None:
-            raise UsageError(
-                f"run {previous.id}", "its recipe.json cannot be read", "the file it was started with", "r4090c jobs"
-            )
-        recipe = at_world_size(previous.resolved, len(nodes) * _nproc_of(previous, wish), previous.plan["world_size"])
+        tried = previous.attempted or previous.resolved
+        if tried is None:
+            raise UsageError(f"run {previous.id}", "its recipe cannot be read", "the file it was started with", "r4090c jobs")
+        recipe = at_world_size(tried, len(nodes) * _nproc_of(previous, wish), previous.plan["world_size"])
     elif wish.resume is not None:
         assert fleet is not None
-        recipe_name = load_recipe(wish.target)["name"]
-        previous = find_run(fleet, cluster, wish.resume) if wish.resume else _last_run(fleet, cluster, recipe_name)
+        recipe_name = load_recipe(wish.target)["name"] if wish.target else None
+        previous = find_run(fleet, cluster, wish.resume) if wish.resume else _last_run(fleet, cluster, str(recipe_name))
         recipe = _resumed_recipe(previous, recipe_name, wish)
         nodes, nproc = _resumed_place(cluster, previous, recipe, wish)
         recipe = at_world_size(recipe, len(nodes) * nproc, previous.plan["world_size"])
@@ -115,11 +115,12 @@ def prepare(fleet: Fleet | None, cluster: Cluster, wish: Wish) -> Prepared:
     run = RunPaths(runs_folder / (previous.id if previous else new_run_id(wish.label or recipe["name"])))
     recipe["resume"] = previous is not None
     shared = SharedPaths(PurePosixPath(nodes[0].paths.shared))
-    args = ("--recipe", str(run.recipe), "--run-dir", str(run.root), "--data-dir", str(shared.data), *wish.args)
+    attempt = previous.attempt + 1 if previous else 1
+    places = ("--recipe", str(run.attempt_recipe(attempt)), "--run-dir", str(run.root), "--data-dir", str(shared.data))
     script = f"train/{recipe['script']}"
     name = previous.recipe if previous and wish.again else wish.label or recipe["name"]
-    job = Job(name, script, args, nproc, recipe["steps"], wish.env, wish.affinity, wish.hang)
-    return Prepared(job, run, previous.attempt + 1 if previous else 1, recipe, our_files(), nodes)
+    job = Job(name, script, (*places, *wish.args), nproc, recipe["steps"], wish.env, wish.affinity, wish.hang)
+    return Prepared(job, run, attempt, recipe, our_files(), nodes, _not_taken(previous, wish))
 
 
 def _prepare_script(fleet: Fleet | None, cluster: Cluster, wish: Wish, runs_folder: PurePosixPath) -> Prepared:
@@ -154,24 +155,49 @@ def _last_run(fleet: Fleet, cluster: Cluster, recipe: str) -> Run:
     )
 
 
-def _resumed_recipe(previous: Run, name: str, wish: Wish) -> dict[str, Any]:
-    """Return the recipe of the run that is resumed, with this launch's --set applied."""
+def _resumed_recipe(previous: Run, name: str | None, wish: Wish) -> dict[str, Any]:
+    """Return the recipe of the run that is resumed, with this launch's --set applied; `name`: of the recipe asked for."""
     if previous.state == "running":
         raise UsageError(f"run {previous.id}", "still runs", "a run that has ended", f"r4090c stop {previous.id}")
     copied = ((previous.resolved or {}).get("checkpoint") or {}).get("copy_to")
     if not previous.checkpoints and not copied:
         observed = "has no complete checkpoint to continue from"
-        raise UsageError(f"run {previous.id}", observed, "a run that has saved one", f"r4090c launch {name}   (starts anew)")
-    if previous.resolved is None or previous.recipe != name:
         raise UsageError(
-            f"run {previous.id}", f"is of {previous.recipe}, not of recipe {name}", f"a run of {name}", "r4090c jobs"
+            f"run {previous.id}",
+            observed,
+            "a run that has saved one",
+            f"r4090c launch {wish.target or previous.recipe}   (starts anew)",
+        )
+    if previous.resolved is None or (name is not None and previous.recipe != name):
+        raise UsageError(
+            f"run {previous.id}",
+            f"is of {previous.recipe}" + (f", not of recipe {name}" if name else ", and not of a recipe"),
+            f"a run of {name or 'a recipe'}",
+            "r4090c jobs",
         )
     recipe = load_recipe(wish.target, wish.sets, base=dict(previous.resolved))
     if previous.state == "done" and previous.step is not None and previous.step >= recipe["steps"]:
         observed = f"is done: step {previous.step} of {recipe['steps']}"
-        more = f"r4090c launch {name} --resume {previous.id} --set steps={2 * recipe['steps']}"
+        more = f"r4090c launch --resume {previous.id} --set steps={2 * recipe['steps']}"
         raise UsageError(f"run {previous.id}", observed, "a run with steps left", more)
     return recipe
+
+
+def _not_taken(previous: Run | None, wish: Wish) -> tuple[str, ...]:
+    """Return a warning where a run that is resumed was given a recipe file that says something else than the run's own."""
+    if previous is None or previous.resolved is None or wish.again or not wish.target.endswith((".yaml", ".yml")):
+        return ()
+    told = load_recipe(wish.target)
+    differ = sorted(key for key in told if key != "resume" and told[key] != previous.resolved.get(key))
+    if not differ:
+        return ()
+    what = "; ".join(f"{key} ({_short(told[key])} there, {_short(previous.resolved.get(key))} in the run)" for key in differ[:5])
+    return (f"a run goes on by its own recipe: not taken from {wish.target}: {what}; use --set",)
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}…"
 
 
 def _nproc_of(previous: Run, wish: Wish) -> int:
@@ -198,7 +224,7 @@ def _resumed_place(cluster: Cluster, previous: Run, recipe: Mapping[str, Any], w
             f"run {previous.id}",
             observed,
             f"the same world size, {world} (nodes × ranks: {how})",
-            f"r4090c launch {previous.recipe} --resume {previous.id}",
+            f"r4090c launch --resume {previous.id}",
         )
     return nodes, nproc
 
@@ -230,23 +256,23 @@ def refuse(wish: Wish, recipe: Mapping[str, Any] | None, foreseen: Forecast | No
     """Return the error that tells why the run is not to be started, and what fits instead; None when it is worth it."""
     if foreseen is None or recipe is None or foreseen.worth_it or wish.anyway:
         return None
-    options = told_options(wish.nproc, wish.env)
+    options, target = told_options(wish.nproc, wish.env), wish.target or recipe["name"]
     where = (*(("--nodes", ",".join(node.name for node in wish.nodes)) if wish.nodes_chosen else ()), *options)
-    everything = command_of("plan", wish.target, wish.sets, where=where)
+    everything = command_of("plan", target, wish.sets, where=where)
     if wish.resume is not None:  # what a checkpoint was written by is what it loads into
         return refusal(foreseen, f"{everything}   (or launch with --anyway)")
     unbound = () if wish.affinity else ("--no-affinity",)
     fewer = fewer_nodes(foreseen)
     if fewer is not None:
         names = ",".join(foreseen.site.node_names[: fewer.nodes])
-        first = command_of("launch", wish.target, wish.sets, where=("--nodes", names, *options, *unbound))
+        first = command_of("launch", target, wish.sets, where=("--nodes", names, *options, *unbound))
         return refusal(foreseen, f"{first}   (as much on fewer nodes; or launch with --anyway)")
     found = other_ways(recipe, foreseen)
     if not found:
         return refusal(foreseen, f"{everything}   (or launch with --anyway)")
     rate, unit = found[0].prediction.units_per_s, found[0].prediction.unit
     told = "fits" if rate is None else f"fits, {rate:,.0f} {unit}/s expected"
-    first = command_of("launch", wish.target, wish.sets, found[0].sets, (*where, *unbound))
+    first = command_of("launch", target, wish.sets, found[0].sets, (*where, *unbound))
     return refusal(foreseen, f"{first}   ({told}; {everything} shows all that does; or launch with --anyway)")
 
 
@@ -256,8 +282,8 @@ def require_valid(recipe: Mapping[str, Any]) -> None:
     asked = [sys.executable, str(program), "--check"]
     done = subprocess.run(asked, input=json.dumps(recipe), capture_output=True, text=True)
     if done.returncode == Exit.USAGE and done.stdout:
-        culprit, observed, expected, _ = json.loads(done.stdout)
-        raise UsageError(culprit, observed, expected, "r4090c recipes --schema")
+        culprit, observed, expected, remedy = json.loads(done.stdout)
+        raise UsageError(culprit, observed, expected, remedy if remedy.startswith("--set") else "r4090c recipes --schema")
     if done.returncode != 0:
         raise R4090cError(str(program), f"ended with {done.returncode}: {done.stderr.strip()[-300:]}", "an answer")
 
@@ -302,6 +328,7 @@ def _plan(
         p2p=known.p2p,
         port_tests=known.port_tests,
     )
+    plan = replace(plan, warnings=(*plan.warnings, *prepared.warnings))
     if prepared.recipe is not None:
         accumulation_of(prepared.recipe, plan.world_size)  # its ranks would refuse it too, but later
     ranks = plan.world_size // len(plan.nodes)
@@ -428,7 +455,7 @@ def _start(
     _require_free(fleet, {node.name: node.leases for node in plan.nodes})
     files = {str(prepared.run.facts): json.dumps({name: asdict(fact) for name, fact in facts.items()}, default=str)}
     if prepared.recipe is not None:
-        files[str(prepared.run.recipe)] = json.dumps(prepared.recipe, indent=1)
+        files[str(prepared.run.attempt_recipe(prepared.attempt))] = json.dumps(prepared.recipe, indent=1)
     supervisor = Supervisor(fleet, plan, secrets.token_hex(16))
     announce(plan)
     say(f"starting {plan.world_size} ranks on {', '.join(names)}")

@@ -60,7 +60,7 @@ class RunPaths:
 
     @property
     def recipe(self) -> PurePosixPath:
-        """The resolved recipe the training script reads."""
+        """The resolved recipe that the run trains by: written by rank 0 once an attempt's has been found to fit the run."""
         return self.root / "recipe.json"
 
     @property
@@ -113,6 +113,10 @@ class RunPaths:
     def attempt_diagnosis(self, number: int) -> PurePosixPath:
         """Why attempt `number` ended; `diagnosis` is that of the last attempt."""
         return self.attempt(number) / "diagnosis.json"
+
+    def attempt_recipe(self, number: int) -> PurePosixPath:
+        """The resolved recipe that the training script reads in attempt `number`."""
+        return self.attempt(number) / "recipe.json"
 
     def rank_log(self, number: int, rank: int) -> PurePosixPath:
         """Log of one global rank in attempt `number`."""

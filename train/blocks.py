@@ -23,7 +23,7 @@ from train.errors import FAILED, Stop
 from train.records import Bad, Record, Writer, check_text, parse
 from train.tokens import CLOSE, OPEN, Tokens
 
-JSON_LINES = (".jsonl", ".ndjson")
+JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 """Endings of files with a record a line; any other file is plain text."""
 BLOCK = 4 << 20
 """Bytes of input a worker takes at once. Measured: 95 MiB of a worker are libraries, 50 its block and what is made of it."""
@@ -47,7 +47,7 @@ class Source:
     @property
     def is_json(self) -> bool:
         """True for a record a line, False for plain text."""
-        return self.path.suffix in JSON_LINES
+        return self.path.suffix.lower() in JSON_LINES
 
 
 @dataclass(frozen=True)

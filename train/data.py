@@ -64,14 +64,14 @@ def folder_name(data: Data) -> str:
     return f"{data.kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
-def prepare(data: Data, data_dir: Path) -> Prepared:
+def prepare(data: Data, data_dir: Path, named: str = "data.path in the recipe") -> Prepared:
     """Return the prepared data: `text` is made when it is not there, `prepared` is verified. For one rank only.
 
     Sorted files, cut at the byte budget: the same files give the same tokens. The folder appears in one rename, so
     nobody meets a half one; when somebody else was faster, theirs is taken.
     """
     if data.kind == "prepared":
-        return open_prepared(data_dir / data.path, data.sequence_length, verify=True)
+        return open_prepared(data_dir / data.path, data.sequence_length, verify=True, named=named)
     folder = data_dir / folder_name(data)
     if not (folder / "manifest.json").exists():
         files, content = collect(data)
@@ -109,16 +109,16 @@ def collect(data: Data) -> tuple[list[str], bytes]:
     return taken, bytes(content[:budget])
 
 
-def wait_until_prepared(data: Data, data_dir: Path, timeout_s: float) -> Prepared:
+def wait_until_prepared(data: Data, data_dir: Path, timeout_s: float, named: str = "data.path in the recipe") -> Prepared:
     """Return the data that rank 0 prepares, as soon as it can be seen from here."""
     if data.kind == "prepared":
-        return open_prepared(data_dir / data.path, data.sequence_length)
+        return open_prepared(data_dir / data.path, data.sequence_length, named=named)
     folder = data_dir / folder_name(data)
     deadline_s = time.monotonic() + timeout_s
     while not (folder / "manifest.json").exists():
         if time.monotonic() > deadline_s:
             expected = f"the data rank 0 prepared within {timeout_s:.0f} s"
-            raise Stop(folder, "not there", expected, "see rank 0's log; is --data-dir on storage that all nodes share?")
+            raise Stop(folder, "not there", expected, "see rank 0's log; is this folder on storage that all nodes share?")
         time.sleep(0.05)
     return read_manifest(folder, data.sequence_length)
 
@@ -139,10 +139,12 @@ def _globs(data: Data) -> list[str]:
     return [pattern.replace("{stdlib}", sysconfig.get_path("stdlib")) for pattern in data.sources or []]
 
 
-def open_prepared(folder: Path, sequence_length: int, verify: bool = False) -> Prepared:
+def open_prepared(
+    folder: Path, sequence_length: int, verify: bool = False, named: str = "data.path in the recipe"
+) -> Prepared:
     """Return what lies in a folder of `r4090c data prepare`. Raises Stop where that is not what its manifest says.
 
-    Sizes always; hashes as well with `verify`, up to HASHED_BYTES.
+    Sizes always; hashes as well with `verify`, up to HASHED_BYTES. `named`: where somebody wrote the folder's name.
     """
     file, remedy = folder / "manifest.json", f"prepare it again: r4090c data prepare … --out {folder}"
     try:
@@ -160,7 +162,7 @@ def open_prepared(folder: Path, sequence_length: int, verify: bool = False) -> P
             raise Stop(file, "it contradicts itself", "a manifest as it was written", remedy)
     except OSError as error:
         expected = "a folder that `r4090c data prepare` wrote"
-        raise Stop(file, str(error.strerror), expected, "correct data.path in the recipe, or --data-dir") from None
+        raise Stop(file, str(error.strerror), expected, f"correct {named}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Stop(file, f"no manifest of ours: {error!r}", f"schema {SCHEMA}", remedy) from None
     hashed = verify and sum(size for size, _ in files.values()) <= HASHED_BYTES
@@ -173,7 +175,7 @@ def open_prepared(folder: Path, sequence_length: int, verify: bool = False) -> P
             raise Stop(path, "its bytes are not those that were written", f"sha256 {digest[:12]}", remedy)
     if prepared.packing == "stream" and prepared.tokens < sequence_length:
         expected = f"at least one sequence of {sequence_length}"
-        raise Stop(folder / "tokens.bin", f"{prepared.tokens} tokens", expected, "prepare more, or lower data.sequence_length")
+        raise Stop(folder / "tokens.bin", f"{prepared.tokens} tokens", expected, "prepare more, or lower its sequence_length")
     return prepared
 
 
@@ -187,6 +189,20 @@ def require_vocabulary(prepared: Prepared, vocab_size: int) -> None:
 
 def _hash_of_hashes(files: dict[str, tuple[int, str]]) -> str:
     return hashlib.sha256(json.dumps({name: digest for name, (_, digest) in files.items()}, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Laid:
+    """How documents became sequences. Of documents that are not told apart (`text`) there are none.
+
+    `cut`: documents longer than a sequence, where whole ones are wanted. `left_out`: pieces without a token that counts.
+    """
+
+    documents: int
+    cut: int
+    pieces: int
+    left_out: int
+    sequences: int
 
 
 class Order:
@@ -226,15 +242,15 @@ class Samples:
         self.documents: Any = np.memmap(documents, "<i8", "r") if prepared.documents else None  # offsets stay below 2**63
         loss = prepared.folder / "loss.bin"
         self.loss = np.memmap(loss, np.uint8, "r") if prepared.documents and loss.exists() else None
-        self.pieces, self.first_piece = self._lay_out()
-        self.count = len(self.first_piece) - 1
+        self.pieces, self.first_piece, self.laid = self._lay_out()
+        self.count = self.laid.sequences
         self.sequence_at = Order(self.count, seed).at
 
-    def _lay_out(self) -> tuple[Any, Any]:
-        """Return pieces [n, 2] (begin and end in tokens.bin), and the first piece of each sequence (and one past the last)."""
+    def _lay_out(self) -> tuple[Any, Any, Laid]:
+        """Return pieces [n, 2] (begin and end in tokens.bin), the first piece of each sequence (and one past the last), figures."""
         import numpy as np
 
-        length, total = self.sequence_length, self.prepared.tokens
+        length, total, long = self.sequence_length, self.prepared.tokens, 0
         if self.prepared.packing == "stream":
             many = total // length
             begins: Any = np.arange(many, dtype=np.int64) * length
@@ -242,9 +258,11 @@ class Samples:
             counts = None if self.loss is None else self.loss[: many * length].reshape(many, length)[:, 1:].any(axis=1)
         else:
             begins, ends = cut_long(self.documents, length)
+            long = int((np.diff(self.documents) > length).sum())
             counts = ends - begins > 1  # the first token of a piece has nothing to be predicted from
             if self.loss is not None:
                 counts &= np.add.reduceat(self.loss, begins, dtype=np.int64) > self.loss[begins]
+        many = len(begins)
         if counts is not None:
             begins, ends = begins[counts], ends[counts]
         if not len(begins):
@@ -252,9 +270,13 @@ class Samples:
             raise Stop(self.prepared.folder, "no sequence has a token that counts toward the loss", "responses", remedy)
         pieces = np.stack((begins, ends), axis=1)
         if self.prepared.packing == "stream":
-            return pieces, np.arange(len(pieces) + 1)
-        sequence = pack((ends - begins).tolist(), length)
-        return pieces[np.argsort(sequence, kind="stable")], np.concatenate(([0], np.cumsum(np.bincount(sequence))))
+            first_piece: Any = np.arange(len(pieces) + 1)
+        else:
+            sequence = pack((ends - begins).tolist(), length)
+            pieces = pieces[np.argsort(sequence, kind="stable")]
+            first_piece = np.concatenate(([0], np.cumsum(np.bincount(sequence))))
+        laid = Laid(self.prepared.documents, long, many, many - len(pieces), len(first_piece) - 1)
+        return pieces, first_piece, laid
 
     def batch(self, first_position: int, size: int) -> dict[str, torch.Tensor]:
         """Return the `size` sequences from `first_position` on: input_ids, labels, position_ids; int64 [size, sequence_length].

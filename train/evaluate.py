@@ -23,10 +23,11 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # was train/: its data.py would hide other packages' modules
 
 from train import feed
+from train.data import folder_name
 from train.errors import FAILED, Stop
 from train.export import choose, recipe_of, trained_weights
 from train.recipe import Data, Recipe
-from train.weights import find_weights
+from train.weights import Weights, find_weights
 
 if TYPE_CHECKING:
     from train.device import Device
@@ -134,8 +135,12 @@ def evaluate(
     saved = choose(run / "checkpoints", step, say)
     recipe = recipe_of(saved)
     wanted = held_out_data(recipe, path)
-    found = feed.find_data(wanted, recipe.model, data_dir, prepares=True, timeout_s=0)
+    named = "eval.data.path in the run's recipe, or give --data" if path is None else f"--data {path}"
+    found = feed.find_data(wanted, recipe.model, data_dir, prepares=True, timeout_s=0, named=named)
     weights = find_weights(recipe.model, data_dir.parent / "models")
+    notice = tokenizers_differ(found, recipe, weights, data_dir)
+    if notice:
+        say(f"notice: {notice}")
     say("importing torch, transformers")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # on a CPU: the same sums as in the training
 
@@ -146,9 +151,9 @@ def evaluate(
     precision = choose_precision(recipe.precision, device)
     kernels = choose_kernels(recipe.kernels.model_copy(update={"compile": False}), device, precision)
     model: Any = build_model(recipe, weights, device, precision, kernels=kernels, sharded=False)
-    told = model.load_state_dict(trained_weights(saved, recipe), strict=False)
+    loaded = model.load_state_dict(trained_weights(saved, recipe), strict=False)
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    wrong = sorted(trains.intersection(told.missing_keys)) + list(told.unexpected_keys)
+    wrong = sorted(trains.intersection(loaded.missing_keys)) + list(loaded.unexpected_keys)
     if wrong:
         observed = f"{len(wrong)} tensors are missing or not known: {', '.join(wrong[:3])}"
         raise Stop(
@@ -159,7 +164,19 @@ def evaluate(
     counted = min(many or samples.count, samples.count)
     say(f"{counted:,} samples of {found}")
     figures = held_out_loss(model, samples, many, recipe.micro_batch, device)
-    return {"run": run.name, "step": saved.step, "samples": counted, "data": str(found), **figures}
+    told = {"run": run.name, "step": saved.step, "samples": counted, "data": str(found), **figures}
+    return {**told, "notice": notice} if notice else told
+
+
+def tokenizers_differ(found: feed.Found, recipe: Recipe, weights: Weights | None, data_dir: Path) -> str:
+    """Return a notice when nothing tells whether the data `found` is of the model's tokenizer, else "". Raises Stop when it is not.
+
+    It is compared with the one beside the weights, and with the data's that the run was trained on.
+    """
+    beside = feed.require_same_tokenizer(found, weights)
+    trained_on = feed.require_tokenizer_of_training(found, data_dir / (recipe.data.path or folder_name(recipe.data)))
+    compared = not trained_on or (weights is not None and not beside)
+    return "" if compared else "; ".join(filter(None, (beside, trained_on)))
 
 
 def held_out_data(recipe: Recipe, path: str | None) -> Data:

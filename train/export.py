@@ -38,6 +38,7 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
 )
 """What transformers reads besides config.json and weights."""
+TEMPLATE_FILE = "chat_template.jinja"
 SHARD = "5GB"
 """Size of a safetensors file, as transformers and the Hub have it."""
 OF_DEEPSPEED = ("deepspeed.runtime.", "deepspeed.utils.tensor_fragment.")
@@ -84,8 +85,10 @@ def export(run: Path, models: Path, data_dir: Path, out: Path, *, merged: bool, 
     saved = choose(run / "checkpoints", step, say)
     recipe = recipe_of(saved)
     weights = find_weights(recipe.model, models)
+    notices = []
     if merged and recipe.method == "full":
-        merged = False  # all weights are in one place already
+        merged = False
+        notices.append("--merged has no effect: method full has no adapters, all weights are in one place already")
     adapters = recipe.method != "full" and not merged
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -98,13 +101,16 @@ def export(run: Path, models: Path, data_dir: Path, out: Path, *, merged: bool, 
         say(f"importing torch, transformers{'' if recipe.method == 'full' else ', peft'}")
         state = trained_weights(saved, recipe)
         if adapters:
-            told = _write_adapters(partial, state, recipe, weights)
+            told = _write_adapters(partial, out, state, recipe, weights)
         elif merged:
-            told = _write_merged(partial, state, recipe, weights, saved.manifest["precision"], say)
+            told = _write_merged(partial, out, state, recipe, weights, saved.manifest["precision"], say)
         else:
-            told = _write_model(partial, state, recipe, weights, saved.manifest["precision"])
+            told = _write_model(partial, out, state, recipe, weights, saved.manifest["precision"])
         del state
         brought = _bring_tokenizer(partial, recipe, weights, data_dir)
+        if brought:
+            told["chat_template"], notice = _bring_template(partial, recipe, data_dir)
+            notices += [notice] if notice else []
         origin = {
             "run": run.name,
             "step": saved.step,
@@ -112,6 +118,7 @@ def export(run: Path, models: Path, data_dir: Path, out: Path, *, merged: bool, 
             "method": recipe.method,
             **told,
             "tokenizer": brought,
+            **({"notices": notices} if notices else {}),
         }
         (partial / "r4090c.json").write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
         size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
@@ -159,8 +166,10 @@ def _foreign(file: Path, observed: str) -> Stop:
     return Stop(file, observed, "tensors, and classes of DeepSpeed", "do not load it: it would run code that no checkpoint has")
 
 
-def _write_model(out: Path, state: dict[str, Any], recipe: Recipe, weights: Weights | None, precision: str) -> dict[str, Any]:
-    """Write all weights as transformers has them."""
+def _write_model(
+    partial: Path, out: Path, state: dict[str, Any], recipe: Recipe, weights: Weights | None, precision: str
+) -> dict[str, Any]:
+    """Write all weights as transformers has them into `partial`, which becomes `out`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -173,14 +182,14 @@ def _write_model(out: Path, state: dict[str, Any], recipe: Recipe, weights: Weig
         model: Any = build_resnet(recipe, choose_device(0), DTYPES[precision])
         del model.forward  # ours takes bytes and returns the loss
         model.load_state_dict(state, strict=True)
-        model.save_pretrained(out)
+        model.save_pretrained(partial)
         pixels = f"pixels are (byte / 255 - {list(MEAN)}) / {list(DEVIATION)}"
         return {**told, "load": f"transformers.AutoModelForImageClassification.from_pretrained({str(out)!r}); {pixels}"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(configuration(recipe, weights), dtype=DTYPES[precision])
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
-    _save(model, out)
+    _save(model, partial)
     return {**told, "load": f"transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})"}
 
 
@@ -189,8 +198,10 @@ def _save(model: Any, out: Path) -> None:
     model.save_pretrained(out, max_shard_size=SHARD)
 
 
-def _write_adapters(out: Path, state: dict[str, Any], recipe: Recipe, weights: Weights | None) -> dict[str, Any]:
-    """Write the adapters as peft has them."""
+def _write_adapters(
+    partial: Path, out: Path, state: dict[str, Any], recipe: Recipe, weights: Weights | None
+) -> dict[str, Any]:
+    """Write the adapters as peft has them into `partial`, which becomes `out`."""
     from safetensors.torch import save_file
 
     from train.model import adapter_config
@@ -198,17 +209,17 @@ def _write_adapters(out: Path, state: dict[str, Any], recipe: Recipe, weights: W
     config = adapter_config(recipe)
     config.task_type, config.inference_mode = "CAUSAL_LM", True
     config.base_model_name_or_path = str(weights.folder) if weights else None
-    config.save_pretrained(out)
+    config.save_pretrained(partial)
     named = {name.replace(".default.", "."): tensor.contiguous() for name, tensor in state.items()}
-    save_file(named, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(named, partial / "adapter_model.safetensors", metadata={"format": "pt"})
     base = str(weights.folder) if weights else f"random weights of seed {recipe.seed}; only --merged gives a model"
     return {"kind": "adapters", "base": base, "load": f"peft.PeftModel.from_pretrained(BASE, {str(out)!r})"}
 
 
 def _write_merged(
-    out: Path, state: dict[str, Any], recipe: Recipe, weights: Weights | None, precision: str, say: Say
+    partial: Path, out: Path, state: dict[str, Any], recipe: Recipe, weights: Weights | None, precision: str, say: Say
 ) -> dict[str, Any]:
-    """Write the adapters added to the weights that they were trained beside."""
+    """Write the adapters added to the weights that they were trained beside into `partial`, which becomes `out`."""
     from train.device import choose_device
     from train.model import DTYPES, build_model, choose_kernels
 
@@ -226,7 +237,7 @@ def _write_merged(
     bits = {"int8": "8-bit ", "qlora": "4-bit "}.get(recipe.method, "")
     merged_into = f"the {bits}weights it trained beside" + (f", brought back to {precision}" if bits else "")
     say(f"merging into {merged_into}")
-    _save(merge(model, DTYPES[precision]), out)
+    _save(merge(model, DTYPES[precision]), partial)
     return {
         "kind": "merged model",
         "merged_into": merged_into,
@@ -280,6 +291,37 @@ def _bring_tokenizer(out: Path, recipe: Recipe, weights: Weights | None, data_di
     return None
 
 
+def _bring_template(out: Path, recipe: Recipe, data_dir: Path) -> tuple[str | None, str]:
+    """Give the exported tokenizer the chat template of the data when it has none; return whose it has now, and a notice or ""."""
+    try:
+        manifest = json.loads((data_dir / recipe.data.path / "manifest.json").read_text(encoding="utf-8")) if recipe.data.path else {}
+        told, source = manifest.get("template"), manifest.get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        told, source = None, None  # the data may be gone
+    own = own_template(out)
+    if own is None and source:
+        (out / TEMPLATE_FILE).write_text(source, encoding="utf-8")
+        return f"of the data ({told})", ""
+    if own is not None and source and own != source:
+        notice = f"the tokenizer keeps its own chat template, but the data was made with another (--template {told}): chat in that one"
+        return "of the tokenizer", notice
+    return ("of the tokenizer" if own is not None else None), ""
+
+
+def own_template(folder: Path) -> str | None:
+    """Return the chat template of the tokenizer in `folder` as transformers finds it, None where it has none."""
+    beside = folder / TEMPLATE_FILE
+    if beside.exists():
+        return beside.read_text(encoding="utf-8")
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if isinstance(found, list):  # several by name
+        return next((one["template"] for one in found if one.get("name") == "default"), None)
+    return found
+
+
 def parse_arguments() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -312,16 +354,17 @@ def main() -> NoReturn:
     os.environ.update({"R4090C_DEVICE": "cpu", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""})
     warnings.filterwarnings("ignore")  # the libraries', about devices nobody asked for
     run = arguments.run
-    out = arguments.out or run / ("export-merged" if arguments.merged else "export")
+    out = (arguments.out or run / ("export-merged" if arguments.merged else "export")).absolute()
     models = arguments.data_dir.parent / "models"
     try:
         told = export(run, models, arguments.data_dir, out, merged=arguments.merged, step=arguments.step, say=say)
         if arguments.json:
             print(json.dumps({"result": told}), flush=True)
         else:
-            print(
-                f"export   {told['kind']}, {told_bytes(told['bytes'])} in {time.monotonic() - began_s:.1f} s: {out}", flush=True
-            )
+            for notice in told.get("notices", ()):
+                print(f"notice   {notice}", flush=True)
+            size, took_s = told_bytes(told["bytes"]), time.monotonic() - began_s
+            print(f"export   {told['kind']}, {size} in {took_s:.1f} s: {out}", flush=True)
         code = 0
     except Stop as stop:
         code = fail(stop)

@@ -45,7 +45,7 @@ class ImageSet:
         return f"{len(self.labels):,} images, sha256 {self.sha256[:12]}, {self.folder or SYNTHETIC}"
 
 
-def open_images(data: Data, data_dir: Path, classes: int) -> ImageSet:
+def open_images(data: Data, data_dir: Path, classes: int, named: str = "data.path in the recipe") -> ImageSet:
     """Return the pictures of `data`. Raises Stop when the folder is not what it should be, or has more than `classes` classes.
 
     The hash is over names and sizes: nobody reads 150 GB at each start.
@@ -55,7 +55,7 @@ def open_images(data: Data, data_dir: Path, classes: int) -> ImageSet:
         told = f"{SYNTHETIC} {data.image_size} {classes}"
         return ImageSet(None, (), labels, hashlib.sha256(told.encode()).hexdigest())
     folder = data_dir / data.path
-    remedy = "correct data.path in the recipe, or --data-dir"
+    remedy = f"correct {named}"
     try:
         kinds = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
         found = [

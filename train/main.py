@@ -28,7 +28,7 @@ sys.path[0] = str(TREE)  # was train/: its data.py, model.py would hide other pa
 
 from train import checkpoint, copies, feed, startup, storage  # noqa: E402
 from train.errors import Stop  # noqa: E402
-from train.metrics import Heartbeat  # noqa: E402
+from train.metrics import Heartbeat, replace_file  # noqa: E402
 from train.recipe import deepspeed_config, read_recipe  # noqa: E402
 from train.weights import find_weights  # noqa: E402
 
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
     heartbeat = Heartbeat(run_dir, rank)
     heartbeat.beat("import", 0)
 
-    recipe = read_recipe(arguments.recipe)
+    recipe, recipe_text = read_recipe(arguments.recipe), arguments.recipe.read_text(encoding="utf-8")
     if arguments.steps:
         recipe = recipe.model_copy(update={"steps": arguments.steps})
     if rank == 0 and recipe.checkpoint.copy_to:
@@ -120,6 +120,8 @@ def run(arguments: argparse.Namespace) -> None:
     )
     recipe = checkpoint.divided(recipe, start, world_size)
     config = deepspeed_config(recipe, DS_CONFIGS / recipe.ds_config, world_size, precision)
+    if rank == 0:  # from here on it is the recipe of this run: one that does not fit it has been refused
+        replace_file(run_dir / "recipe.json", recipe_text)
     watch.lap("checkpoint")
     engine, recipe = loop.build_engine(recipe, config, weights, place, device, precision)
     watch.lap("engine")

@@ -14,6 +14,8 @@ import fcntl
 import hashlib
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import stat
@@ -30,9 +32,9 @@ if __package__ in (None, ""):
 
 try:
     from train.blocks import BLOCK, JSON_LINES, Found, Piece, Source, Work, cut, encode, first_texts, in_order, sample
-    from train.errors import FAILED, WRONG_INPUT, Stop
+    from train.errors import FAILED, WRONG_INPUT, Stop, counted, reason
     from train.records import DEFAULT, Record, Writer
-    from train.token_files import BAD_RECORDS, SHOWN_BAD, Folder, hash_of
+    from train.token_files import BAD_RECORDS, Folder, Reasons, document_lengths, hash_of
     from train.tokens import Tokens, load, use_fast_engine
 except ImportError as missing:
     remedy = "pip install 'r4090c[train]' there, or name another with --python"
@@ -42,14 +44,38 @@ except ImportError as missing:
 SCHEMA = "r4090c.data/1"
 TEXTS = (".txt", ".text", ".md")
 """What is taken from a folder besides JSON lines. A file that is named is plain text unless it ends like JSON lines."""
-PACKED = (".json", ".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow", ".pdf")
-"""Endings of files that would be nonsense as plain text."""
+_ROWS = "python3 -c 'import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin{how})]' < {file} > {out}"
+_TABLE = """python3 -c 'import datasets, sys; datasets.Dataset.{how}(sys.argv[1]).to_json(sys.argv[2])' {file} {out}"""
+CONVERSIONS = {
+    ".csv": _ROWS.replace("{how}", ""),
+    ".tsv": _ROWS.replace("{how}", ', delimiter="\\t"'),
+    ".parquet": _TABLE.replace("{how}", "from_parquet"),
+    ".arrow": _TABLE.replace("{how}", "from_file"),
+    ".gz": "gunzip -k {file}",
+    ".zst": "zstd -d {file}",
+    ".bz2": "bunzip2 -k {file}",
+    ".xz": "unxz -k {file}",
+    ".zip": "unzip {file}",
+    ".tar": "tar -xf {file}",
+    ".tgz": "tar -xf {file}",
+    ".pdf": "pdftotext {file}",
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save it as .csv, and that as JSON lines"),
+    **dict.fromkeys((".docx", ".doc", ".odt", ".rtf", ".epub"), "save it as plain text"),
+}
+"""Endings of files that would be nonsense as plain text -> the command that makes what can be read of them."""
+JSON = ".json"
+PEEK_BYTES = 1 << 20
+"""est.: of a file's begin and end, to see what it is."""
 MAX_WORKERS = 4
 """By default: 4 × 200 MiB at worst stay below 1 GiB, and encode some 250 MB/s."""
 MAX_RECORD_MIB = 1024
 """est.: a record of more cannot be worked on in the memory of a machine that has other work."""
 TOLD_EVERY_S = 5.0
 SHOWN_EXAMPLES, SHOWN_CHARACTERS = 3, 600
+PLAIN_NAME = re.compile(r"[A-Za-z][\w.-]*")
+"""What YAML takes for a text without quotes."""
+SHORTEST, USUAL_LENGTH = 64, 2048
+"""est.: the least sequence_length that is proposed, and the one where any will do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +114,8 @@ def run(options: argparse.Namespace) -> int:
         raise Stop("--workers", f"{options.workers}", "at least 1, or none", "correct it")
     sources, left_out = find_sources(options.inputs)
     if left_out:
-        tell(f"left out {left_out} file(s) that end neither like text nor like JSON lines; name them to take them as text")
+        endings = ", ".join(f"{ending} × {many:,}" for ending, many in left_out.most_common(5))
+        tell(f"left out {counted(left_out.total(), 'file')} of other endings ({endings}); name them to have them read")
     tokens = load(options.tokenizer, options.eos)
     writer = Writer(tokens, _template(options.template))
     work = Work(sources, writer, int(options.max_record_mib * 2**20), encode=not options.dry_run)
@@ -122,7 +149,7 @@ def prepare(options: argparse.Namespace, work: Work, workers: int, began_s: floa
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Stop(aside, "another process is preparing this", "one at a time", "wait for it") from None
-        folder = Folder(aside, plan, work.writer.tokens.dtype, tell)
+        folder = Folder(aside, plan, work.writer.tokens.dtype)
         if folder.block:
             tell(f"going on after {folder.block} of {len(blocks)} blocks")
         total = sum(source.size for source in work.sources)
@@ -132,10 +159,10 @@ def prepare(options: argparse.Namespace, work: Work, workers: int, began_s: floa
                 folder.append(found, work.sources)
                 progress.show(found.size, folder.tokens, folder.bad)
         folder.journal()
+        for line in folder.reasons().lines():
+            tell(line)
         if folder.bad > options.max_bad:
-            many = f"{folder.bad:,} of {folder.bad + sum(folder.records.values()):,} records are bad"
-            remedy = f"mend them, or leave them out with --max-bad {folder.bad} (what is done is kept)"
-            raise Stop(aside / BAD_RECORDS, many, f"at most {options.max_bad} (--max-bad)", remedy, FAILED)
+            raise _too_many(aside / BAD_RECORDS, options, folder.bad, folder.records.total(), " (what is done is kept)")
         if not folder.documents:
             shutil.rmtree(aside)
             raise Stop(_names(work.sources), "no records", "at least one", "give other input")
@@ -147,19 +174,31 @@ def prepare(options: argparse.Namespace, work: Work, workers: int, began_s: floa
     return 0
 
 
-def find_sources(inputs: Sequence[Path]) -> tuple[list[Source], int]:
-    """Return the files to read, in order, each once, and how many a folder holds besides. Raises Stop."""
-    paths, left_out, known = dict[Path, None](), 0, set[tuple[int, int]]()
+def _too_many(culprit: object, options: argparse.Namespace, bad: int, good: int, kept: str = "") -> Stop:
+    """Return what to tell when more records are bad than may be; to leave most of the data out is no remedy."""
+    observed = f"{bad:,} of {counted(bad + good, 'record')} {'is' if bad == 1 else 'are'} bad"
+    remedy = f"mend them, or leave them out with --max-bad {bad}{kept}" if bad <= good else "mend them: the lines above say how"
+    return Stop(culprit, observed, f"at most {options.max_bad} (--max-bad)", remedy, FAILED)
+
+
+def find_sources(inputs: Sequence[Path]) -> tuple[list[Source], Counter[str]]:
+    """Return the files to read, in order, each once, and the endings of what folders hold besides. Raises Stop."""
+    paths, left_out, known = dict[Path, None](), Counter[str](), set[tuple[int, int]]()
     for given in inputs:
         if given.is_dir():
             files = sorted(path for path in given.rglob("*") if path.is_file())
-            taken = [path for path in files if path.suffix in JSON_LINES + TEXTS]
-            left_out += len(files) - len(taken)
+            taken = [path for path in files if path.suffix.lower() in JSON_LINES + TEXTS]
+            left_out.update(path.suffix.lower() or "none" for path in files if path not in set(taken))
             if not taken:
-                raise Stop(given, "no such file in it", f"files that end in {', '.join(JSON_LINES + TEXTS)}", "name others")
+                convertible = [path for path in files if path.suffix.lower() in (JSON, *CONVERSIONS)]
+                if convertible and convertible[0].suffix.lower() == JSON:
+                    _look_at(convertible[0], convertible[0].stat().st_size)
+                remedy = _conversion(convertible[0]) if convertible else "name others"
+                expected = f"files that end in {', '.join(JSON_LINES + TEXTS)}"
+                raise Stop(given, "no such file in it", expected, remedy)
             paths.update(dict.fromkeys(taken))
-        elif given.suffix in PACKED:
-            raise Stop(given, f"a {given.suffix} file", "JSON lines (.jsonl) or plain text", "unpack or convert it first")
+        elif given.suffix.lower() in CONVERSIONS:
+            raise Stop(given, f"a {given.suffix} file", "JSON lines (.jsonl) or plain text", _conversion(given))
         else:
             paths[given] = None
     sources = []
@@ -168,8 +207,7 @@ def find_sources(inputs: Sequence[Path]) -> tuple[list[Source], int]:
             told = path.stat()
             if not stat.S_ISREG(told.st_mode):  # a pipe would be waited for, and has no size to be cut by
                 raise Stop(path, "no regular file", "a file of text or of JSON lines", "write it to a file first")
-            with path.open("rb"):
-                pass
+            _look_at(path, told.st_size)
         except OSError as error:
             raise Stop(path, str(error.strerror), "a readable file", "correct the path") from None
         if (told.st_dev, told.st_ino) in known:
@@ -180,6 +218,55 @@ def find_sources(inputs: Sequence[Path]) -> tuple[list[Source], int]:
     if not any(source.size for source in sources):
         raise Stop(_names(sources), "empty", "at least one record", "give other input")
     return sources, left_out
+
+
+def _look_at(path: Path, size: int) -> None:
+    """Tell when a file seems to be something else than its name says. Raises Stop when it cannot be what is read; OSError."""
+    with path.open("rb") as file:
+        first = file.readline(PEEK_BYTES).removeprefix(b"\xef\xbb\xbf").strip()
+        while not first and file.tell() < min(size, PEEK_BYTES):
+            first = file.readline(PEEK_BYTES).strip()
+        more = file.tell() < size
+        file.seek(max(0, size - PEEK_BYTES))
+        last = file.read(PEEK_BYTES).rstrip()[-1:]
+    whole = _parsed(first)
+    lines = path.suffix.lower() in JSON_LINES
+    if path.suffix.lower() == JSON or lines:
+        if first[:1] + last == b"[]" and (not more or whole is None):
+            raise Stop(path, "one JSON list", "a record a line", _by_jq(path, ".[]"))
+        if first + last == b"{}" and more:
+            remedy = f"{_by_jq(path, '.')}, or '.KEY[]' where the records are a list below a key"
+            raise Stop(path, "JSON over several lines", "a record a line", remedy)
+        if not lines:
+            is_lines = isinstance(whole, dict)
+            observed = "JSON lines by another name" if is_lines else "no JSON lines"
+            remedy = f"mv {shlex.quote(str(path))} {_beside(path)}" if is_lines else "correct it"
+            raise Stop(path, observed, f"a record a line, in a file that ends in {JSON_LINES[0]}", remedy)
+    elif isinstance(whole, dict):
+        tell(f"{path}: taken as plain text, though it begins like JSON lines; those end in {', '.join(JSON_LINES)}")
+
+
+def _parsed(line: bytes) -> Any:
+    """Return what JSON `line` is, None where it is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _conversion(path: Path) -> str:
+    """Return the command that makes something that can be read of a file with an ending of CONVERSIONS."""
+    return CONVERSIONS[path.suffix.lower()].format(file=shlex.quote(str(path)), out=_beside(path))
+
+
+def _by_jq(path: Path, what: str) -> str:
+    return f"jq -c {shlex.quote(what)} {shlex.quote(str(path))} > {_beside(path)}"
+
+
+def _beside(path: Path) -> str:
+    """Return the name of a file of JSON lines to be made of `path`, for a shell."""
+    name = f"{path.stem}{JSON_LINES[0]}"
+    return shlex.quote(str(path.with_name(name if name != path.name else f"{path.stem}.records{JSON_LINES[0]}")))
 
 
 def plan_of(options: argparse.Namespace, work: Work) -> dict[str, Any]:
@@ -217,6 +304,7 @@ def manifest_of(options: argparse.Namespace, work: Work, folder: Folder, plan: d
             "eos": tokens.end,
         },
         "template": work.writer.name,
+        **({"chat_template": work.writer.as_jinja()} if +folder.records - Counter(text=folder.records["text"]) else {}),
         "packing": packing,
         "sources": [{"name": str(one.path), "bytes": one.size} for one in work.sources],
         "records": dict(sorted((+folder.records).items())),
@@ -227,24 +315,24 @@ def manifest_of(options: argparse.Namespace, work: Work, folder: Folder, plan: d
 
 def dry_run(options: argparse.Namespace, work: Work, workers: int) -> int:
     """Count the records and show the first ones as the model will see them; write nothing. Return the exit code."""
-    records, bad, shown = Counter[str](), 0, list[str]()
+    records, bad, reasons = Counter[str](), 0, Reasons()
     lines = dict[int, int]()
     blocks, writer = list(cut(work.sources)), work.writer
     with Progress(sum(source.size for source in work.sources), 0) as progress:
         for found in in_order(work, blocks, workers):
-            told = [f"{work.sources[source].path}:{lines.get(source, 0) + line}: {why}" for source, line, why in found.bad]
-            shown += told[: SHOWN_BAD - len(shown)]
-            bad += len(told)
+            for source, line, why in found.bad:
+                reasons.add(str(work.sources[source].path), lines.get(source, 0) + line, why)
+            bad += len(found.bad)
             lines = {source: lines.get(source, 0) + many for source, many in found.lines}
             records.update(found.records)
             progress.show(found.size, 0, bad)
     parts = [part for block in blocks for part in block]
     examples = [example(writer.tokens, record, text) for record, text in first_texts(work, parts, SHOWN_EXAMPLES)]
     if options.json:
-        counted = {"records": dict(+records), "bad_records": bad, "bad": shown}
-        print(json.dumps({**counted, "tokenizer": writer.tokens.name, "template": writer.name, "examples": examples}))
+        told = {"records": dict(+records), "bad_records": bad, "bad": list(reasons.lines())}
+        print(json.dumps({**told, "tokenizer": writer.tokens.name, "template": writer.name, "examples": examples}))
     else:
-        for line in shown:
+        for line in reasons.lines():
             tell(line)
         print(f"records  {', '.join(f'{many:,} {kind}' for kind, many in sorted((+records).items())) or 'none'}; bad: {bad:,}")
         print(f"template {writer.name}, tokenizer {writer.tokens.name} ({writer.tokens.vocab_size:,} tokens)")
@@ -252,8 +340,11 @@ def dry_run(options: argparse.Namespace, work: Work, workers: int) -> int:
             print(f"\n--- {one['kind']}, {len(one['ids'])} tokens, {sum(one['loss'])} count toward the loss: between ⟦ and ⟧")
             print(one["text"][:SHOWN_CHARACTERS])
     if not examples:
-        raise Stop(_names(work.sources), "no good record", "at least one", "give other input")
-    return FAILED if bad > options.max_bad else 0
+        remedy = "mend them: the lines above say how" if bad else "give other input"
+        raise Stop(_names(work.sources), "no good record", "at least one", remedy)
+    if bad > options.max_bad:
+        raise _too_many(_names(work.sources), options, bad, records.total())
+    return 0
 
 
 def example(tokens: Tokens, record: Record, text: str) -> dict[str, Any]:
@@ -292,7 +383,7 @@ class Progress:
         self.done += size
         now_s = time.monotonic()
         rate = (self.done - self.begun) / max(now_s - self.began_s, 1e-6)
-        told = f"{tokens:,} tokens" + (f", {bad:,} bad" if bad else "")
+        told = f"{tokens:,} tokens" + (f", {counted(bad, 'bad record')}" if bad else "")
         if self.bar:
             self.bar.update(self.bar.task_ids[0], completed=self.done, told=told)
             self.bar.refresh()
@@ -325,15 +416,25 @@ def tell(text: str) -> None:
 
 def say(options: argparse.Namespace, manifest: dict[str, Any], out: Path) -> None:
     """Print what was prepared on stdout."""
+    lengths = document_lengths(out)
     if options.json:
-        told = {key: value for key, value in manifest.items() if key not in ("sources", "plan_sha256")}
-        print(json.dumps({"folder": str(out), **told}, ensure_ascii=False))
+        told = {key: value for key, value in manifest.items() if key not in ("sources", "plan_sha256", "chat_template")}
+        print(json.dumps({"folder": str(out), **told, "document_tokens": lengths}, ensure_ascii=False))
         return
     records = ", ".join(f"{many:,} {kind}" for kind, many in manifest["records"].items())
     bad, name = manifest["bad_records"], manifest["tokenizer"]["name"]
-    print(f"{manifest['tokens']:,} tokens in {manifest['documents']:,} documents ({records}; {bad:,} bad)")
+    print(f"{manifest['tokens']:,} tokens in {counted(manifest['documents'], 'document')} ({records}; {bad:,} bad)")
+    parts = ", ".join(f"{part} % have at most {lengths[f'p{part}']:,}" for part in (50, 90, 99))
+    print(f"document lengths: {parts}, the longest {lengths['longest']:,} tokens")
     print(f"tokenizer {name}, {manifest['dtype']}, template {manifest['template']}, packing {manifest['packing']}")
     print(f"sha256 {manifest['sha256'][:12]}, {out}")
+    name = out.name if PLAIN_NAME.fullmatch(out.name) else json.dumps(out.name, ensure_ascii=False)
+    if manifest["packing"] == "whole":
+        length, why = max(SHORTEST, 1 << (lengths["p99"] - 1).bit_length()), "99 % of the documents fit"
+    else:
+        length, why = min(USUAL_LENGTH, 1 << (manifest["tokens"].bit_length() - 1)), "documents run on across sequences"
+    print(f"in a recipe, once {out.name} lies in <paths.shared>/r4090c/data ({why}):")
+    print(f"  data: {{kind: prepared, path: {name}, sequence_length: {length}}}")
 
 
 def _names(sources: Sequence[Source]) -> str:
@@ -348,7 +449,8 @@ def _template(wanted: str) -> str:
     try:
         return Path(wanted).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise Stop(wanted, f"{error}", "auto, default, or a file with a Jinja template", "correct --template") from None
+        expected = "auto, default, or a file with a Jinja template"
+        raise Stop(f"--template {wanted}", reason(error), expected, "correct --template") from None
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

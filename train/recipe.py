@@ -290,9 +290,9 @@ def check(content: Any, culprit: object) -> Recipe:
     try:
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
-        raise Stop(
-            culprit, " | ".join(map(_mistake, error.errors())), "the keys of train/recipes/tiny.yaml", "correct it"
-        ) from None
+        auto = any("micro_batch auto needs it" in str(one.get("ctx")) for one in error.errors())
+        remedy = "--set global_batch=N, sequences of one step over all ranks" if auto else "correct it"
+        raise Stop(culprit, " | ".join(map(_mistake, error.errors())), "keys and values of the schema", remedy) from None
     key, least, why = ("num_classes", 1, "") if recipe.unit == "images" else ("vocab_size", BYTE_VALUES, ", one for each byte")
     told = recipe.model.config.get(key)
     if not isinstance(told, int) or told < least:
@@ -305,6 +305,8 @@ def _mistake(error: Any) -> str:
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "value_error":
         return f"{key}: {error['ctx']['error']}".removeprefix(": ")
+    if error["type"] in ("missing", "extra_forbidden"):
+        return f"{key}: {'missing' if error['type'] == 'missing' else 'unknown'}"
     return f"{key}: {error['msg']} (got {error['input']!r:.60})"
 
 

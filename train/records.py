@@ -26,6 +26,11 @@ DEFAULT = "default"
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
 """Names of roles in {"conversations": …}, where they differ."""
 
+_ASKED = ("instruction", "prompt", "question", "query", "input", "user")
+_ANSWERED = ("output", "completion", "response", "answer", "target", "assistant")
+_CONTEXT, _PLAIN = ("input", "context"), ("content", "document", "article", "body", "code")
+"""Keys of other people's records, as data sets have them, for which a remedy can be guessed."""
+
 Messages = list[dict[str, str]]
 
 
@@ -51,7 +56,7 @@ def parse(line: bytes) -> Record:
     except (ValueError, RecursionError) as error:
         raise Bad(f"not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Bad(f"a JSON {type(found).__name__}, not an object")
+        raise Bad(f"a JSON {type(found).__name__}, not an object{_how_to_wrap(found)}")
     if "text" in found:
         return Record("text", check_text("text", found["text"]))
     if "instruction" in found and "output" in found:
@@ -67,7 +72,31 @@ def parse(line: bytes) -> Record:
             if not isinstance(found[key], list):
                 raise Bad(f"{key} is no list")
             return Record("chat", messages=tuple(_message(found[key], index, role, content) for index in range(len(found[key]))))
-    raise Bad(f"has none of text, instruction with output, messages; its keys: {', '.join(map(str, found))[:80] or 'none'}")
+    keys = ", ".join(map(str, found))[:80] or "none"
+    raise Bad(f"has none of text, instruction with output, messages; its keys: {keys}{_how_to_rename(found)}")
+
+
+def _how_to_wrap(found: Any) -> str:
+    """Return how a line of JSON that is no object becomes a record."""
+    if isinstance(found, list) and found and all(isinstance(one, dict) and {"role", "from"} & set(one) for one in found):
+        return f"; jq -c '{{{'messages' if 'role' in found[0] else 'conversations'}: .}}' FILE > RECORDS.jsonl"
+    if isinstance(found, str):
+        return "; jq -c '{text: .}' FILE > RECORDS.jsonl"
+    return ""
+
+
+def _how_to_rename(found: dict[str, Any]) -> str:
+    """Return how the keys of a record become those that are read, as far as one can guess."""
+    asked, answered, plain = (next((key for key in names if found.get(key)), None) for names in (_ASKED, _ANSWERED, _PLAIN))
+    if asked and answered:
+        if isinstance(found[asked], list) and isinstance(found[answered], list):
+            return f"; jq -c '{{messages: (.{asked} + .{answered})}}' FILE > RECORDS.jsonl"
+        context = next((key for key in _CONTEXT if found.get(key) and key != asked), None)
+        more = f", input: .{context}" if context else ""
+        return f"; jq -c '{{instruction: .{asked}{more}, output: .{answered}}}' FILE > RECORDS.jsonl"
+    if plain:
+        return f"; jq -c '{{text: .{plain}}}' FILE > RECORDS.jsonl"
+    return "; rename them: jq -c '{text: .KEY}' or '{instruction: .KEY, output: .KEY}' FILE > RECORDS.jsonl" if found else ""
 
 
 def _message(messages: list[Any], index: int, role_key: str, content_key: str) -> dict[str, str]:
@@ -129,6 +158,23 @@ class Writer:
             raise Bad("no message of the assistant: there is nothing to learn")
         return self._fill(messages)
 
+    def as_jinja(self) -> str:
+        """Return the template as transformers fills it in, so that the model is asked in the tokens that it was trained on."""
+        if self.source:
+            return self.source
+        text = {token: text for text, token in self.tokens.control.items()}
+        begin, end = "".join(text.get(token, "") for token in self.tokens.begin), text[self.tokens.end]
+        response = "### Response:\n" + " " * self.tokens.puts_space_before  # the one that opens the response's own stretch
+        return (
+            f"{{{{ {begin!r} }}}}{{% for message in messages %}}"
+            "{% if message['role'] == 'system' %}{{ message['content'] }}"
+            "{% elif message['role'] == 'user' %}{{ '### Instruction:\n' + message['content'] }}"
+            f"{{% elif message['role'] == 'assistant' %}}{{{{ {response!r} + message['content'] + {end!r} }}}}"
+            "{% else %}{{ raise_exception('no role ' + message['role'] + ', only system, user and assistant') }}{% endif %}"
+            "{% if not loop.last %}{{ '\n\n' }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '\n\n### Response:\n' }}{% endif %}"
+        )
+
     def _own(self, messages: Messages) -> str:
         """Return `messages` in the default template."""
         end = stand_in(self.tokens.end)
@@ -150,7 +196,7 @@ class Writer:
         count = sum(message["role"] == "assistant" for message in messages)
         filled, begins, finishes = _take_out(self._render(wrapped))
         if len(finishes) != count:
-            raise Bad("the chat template leaves out a message of the assistant")
+            raise Bad("the chat template leaves out a message of the assistant; or --template default")
         if len(begins) != count:  # it takes the content apart, as Qwen 3's does with <think>
             responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             begins = [self._prompt_length(wrapped, index, filled) for index in responses]
@@ -192,7 +238,7 @@ class Writer:
             remedy = "pip install 'r4090c[train]', or --template default"
             raise Stop("chat template", str(error), "transformers and jinja2 >= 3.1.6", remedy) from None
         except Exception as error:
-            raise Bad(f"the chat template refuses it: {' '.join(str(error).split())[:200]}") from error
+            raise Bad(f"the chat template refuses it: {' '.join(str(error).split())[:200]}; or --template default") from error
         return str(filled)
 
     def _prompt_length(self, wrapped: Messages, index: int, filled: str) -> int:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from train.metrics import replace_file
 
 FILES = ("tokens.bin", "documents.bin", "loss.bin")
 BAD_RECORDS = "bad_records.jsonl"
-SHOWN_BAD = 20
+SHOWN_REASONS, SHOWN_PLACES = 20, 3
+MOST_REASONS = 1000
+"""est.: reasons that are told apart; they may hold words of the data, and memory must not grow with it."""
+_NUMBERS = re.compile(r"\d+")
 JOURNAL_EVERY_S = 2.0
 STATE = ("block", "tokens", "documents", "largest", "masked", "bad", "bad_bytes", "records", "line", "last_source")
 
@@ -36,9 +40,9 @@ class Folder:
     What the journal says has reached the disk; whatever is behind that is cut off when the work goes on.
     """
 
-    def __init__(self, path: Path, plan: dict[str, Any], dtype: str, tell: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, plan: dict[str, Any], dtype: str) -> None:
         """Go on with what `path` holds when it was begun by the same plan, else begin anew."""
-        self.path, self.dtype, self.tell = path, np.dtype(dtype), tell
+        self.path, self.dtype = path, np.dtype(dtype)
         self.block = self.tokens = self.documents = self.largest = self.bad = self.bad_bytes = 0
         self.masked = False
         self.records: Counter[str] = Counter()
@@ -83,10 +87,6 @@ class Folder:
         first_lines = {source: self.line[1] if source == self.line[0] else 0 for source, _ in found.lines}
         for source, line, why in found.bad:
             told = {"file": str(sources[source].path), "line": first_lines[source] + line, "why": why}
-            if self.bad < SHOWN_BAD:
-                self.tell(f"{told['file']}:{told['line']}: {why}")
-            elif self.bad == SHOWN_BAD:
-                self.tell(f"more bad records: see {BAD_RECORDS}")
             self.bad_bytes += self._write(BAD_RECORDS, (json.dumps(told, ensure_ascii=False) + "\n").encode())
             self.bad += 1
         if found.lines:
@@ -121,6 +121,15 @@ class Folder:
         self.hashes[name].update(content)
         return self.files[name].write(content)
 
+    def reasons(self) -> Reasons:
+        """Return why records were bad, those of earlier attempts too. What was appended must be in the journal."""
+        reasons = Reasons()
+        with (self.path / BAD_RECORDS).open(encoding="utf-8") as lines:
+            for line in lines:
+                told = json.loads(line)
+                reasons.add(told["file"], told["line"], told["why"])
+        return reasons
+
     def journal(self) -> None:
         """Make everything so far survive whatever comes."""
         for file in self.files.values():
@@ -144,6 +153,55 @@ class Folder:
         for name in ("journal.json", "plan.json"):
             (self.path / name).unlink()
         return manifest
+
+
+class Reasons:
+    """Why records were bad: how many for each reason, and where the first ones are. Reasons that differ in numbers are one."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, tuple[str, list[tuple[str, int]]]] = {}
+        self.counts: Counter[str] = Counter()
+        self.others = 0
+
+    def add(self, file: str, line: int, why: str) -> None:
+        """Count one bad record."""
+        key = _NUMBERS.sub("0", why)
+        if key not in self.known and len(self.known) == MOST_REASONS:
+            self.others += 1
+            return
+        _, places = self.known.setdefault(key, (why, []))
+        if len(places) < SHOWN_PLACES:
+            places.append((file, line))
+        self.counts[key] += 1
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for each reason, at most SHOWN_REASONS."""
+        for key, (why, places) in list(self.known.items())[:SHOWN_REASONS]:
+            many, (file, line) = self.counts[key], places[0]
+            more = "".join(f", {one if other == file else f'{other}:{one}'}" for other, one in places[1:])
+            yield f"{file}:{line}: {why}" if many == 1 else f"{many:,} records: {why} ({file}:{line}{more}{' …' * (many > SHOWN_PLACES)})"
+        left = self.others + sum(self.counts[key] for key in list(self.known)[SHOWN_REASONS:])
+        if left:
+            yield f"{left:,} more for other reasons"
+
+
+def document_lengths(folder: Path) -> dict[str, int]:
+    """Return the longest document of a folder in tokens, and the length that 50, 90 and 99 % of them do not exceed.
+
+    Exact, and in bounded memory: lengths are counted, a part of the file after the other.
+    """
+    starts = np.memmap(folder / FILES[1], "<u8", "r")
+    counts: Counter[int] = Counter()
+    for begin in range(0, len(starts) - 1, BLOCK):
+        lengths, many = np.unique(np.diff(starts[begin : begin + BLOCK + 1]), return_counts=True)
+        counts.update(dict(zip(lengths.tolist(), many.tolist(), strict=True)))
+    total, below, told = counts.total(), 0, dict[str, int]()
+    wanted = [(part, -(-total * part // 100)) for part in (50, 90, 99)]
+    for length, many in sorted(counts.items()):
+        below += many
+        while wanted and below >= wanted[0][1]:
+            told[f"p{wanted.pop(0)[0]}"] = length
+    return {**told, "longest": max(counts)}
 
 
 def hash_of_hashes(files: dict[str, dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from train.errors import Stop
+from train.errors import Stop, reason
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Around a stand-in. U+FDD0 … U+FDEF are noncharacters: never part of text that is exchanged (Unicode 17, section 23.7)."""
@@ -33,8 +34,11 @@ Engine = Callable[[Sequence[str]], Encoded]
 BYTES = "bytes"
 BYTE_END, BYTE_RESPONSE, BYTE_PROMPT = 0, 255, 254
 """Under `bytes`: text has no zero byte, and UTF-8 never has the other two."""
+EXPECTED = "`bytes`, a tokenizer.json, or the folder of a model"
 CACHE_BYTES = 48 << 20
 """Measured: 210 MB of source code fill 40 MiB of it, random words as much as there are."""
+NAME_OF_HUB = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+"""What may be a model's name on the Hub, and no path that somebody means: OWNER/NAME, or NAME alone."""
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
 """Where a tokenizer.json has no tokenizer_config.json beside it to tell its end-of-text token."""
 
@@ -175,9 +179,20 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
         template = file.with_name("chat_template.jinja")
         if template.exists():
             config["chat_template"] = template.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise _not_here(path) from None
     except (OSError, ValueError) as error:
-        raise Stop(file, f"{error}", "`bytes`, a tokenizer.json, or the folder of a model", "correct --tokenizer") from None
+        raise Stop(file, reason(error), EXPECTED, "correct --tokenizer") from None
     return content, config
+
+
+def _not_here(path: Path) -> Stop:
+    """Return what to tell of a tokenizer that is not on this machine."""
+    in_a_folder = path.parent != Path() and path.parent.is_dir()  # then a folder's name was misspelled
+    if not NAME_OF_HUB.fullmatch(str(path)) or path.suffix == ".json" or in_a_folder:
+        return Stop(path, "no such file or folder", EXPECTED, "correct --tokenizer")
+    fetch = f"hf download {path} --local-dir {path.name}, then --tokenizer {path.name}"
+    return Stop(path, "not a folder here; names of the Hub are not fetched", EXPECTED, fetch)
 
 
 def _converted(path: Path) -> str:
@@ -188,7 +203,7 @@ def _converted(path: Path) -> str:
         return str(AutoTokenizer.from_pretrained(str(path), local_files_only=True).backend_tokenizer.to_str())
     except Exception as error:
         observed = f"no tokenizer.json, and transformers cannot make one: {error}"
-        raise Stop(path, observed, "`bytes`, a tokenizer.json, or the folder of a model", "correct --tokenizer") from error
+        raise Stop(path, observed, EXPECTED, "correct --tokenizer") from error
 
 
 def _library(

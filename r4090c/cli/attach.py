@@ -45,7 +45,7 @@ def command(run_id: str, restart: bool | None, node_wait: float | None, cluster_
     with Fleet(cluster.nodes) as fleet:
         run = find_run(fleet, cluster, run_id)
         if run.state != "running":
-            again = f"r4090c launch {run.recipe} --resume {run.id}" if run.steps else f"r4090c logs {run.id}"
+            again = f"r4090c launch --resume {run.id}" if run.steps else f"r4090c logs {run.id}"
             told = f"has ended: {run.state}" + (f": {run.cause}" if run.cause else "")
             raise UsageError(f"run {run.id}", told, "a run that goes on", again)
         missing = [name for name in run.nodes if name not in fleet.nodes]

@@ -32,9 +32,10 @@ def command(run: str, data: str | None, sequences: int | None, step: int | None,
 
     \b
     Examples:
-      r4090c eval llama7b-20260131-120000-a1b2 --data chat-heldout
-      r4090c eval llama7b-20260131-120000-a1b2 --step 200 --sequences 0 --json
-      r4090c eval ./runs/tiny-20260131-120000-a1b2
+      r4090c data prepare held-out.jsonl --tokenizer MODEL --out /mnt/shared/r4090c/data/chat-held-out
+      r4090c eval llama7b-20260131-120000-a1b2 --data chat-held-out
+      r4090c eval llama7b-20260131-120000-a1b2 --data chat-held-out --step 200 --sequences 0 --json
+      r4090c eval ./runs/tiny-20260131-120000-a1b2 --data /data/bytes-held-out
     """
     from launch.export import EVALUATE, run_here, run_on_node
     from launch.jobs import find_run
@@ -58,5 +59,7 @@ def command(run: str, data: str | None, sequences: int | None, step: int | None,
         print_json(result)
         return Exit.OK
     perplexity = f"  perplexity {result['eval_perplexity']:.3f}" if "eval_perplexity" in result else ""
+    if "notice" in result:
+        console.print(f"notice: {result['notice']}", style="yellow", markup=False, soft_wrap=True)
     click.echo(f"step {result['step']}  loss {result['eval_loss']:.6f}{perplexity}  over {result['samples']:,} samples")
     return Exit.OK

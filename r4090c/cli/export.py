@@ -8,13 +8,15 @@ from pathlib import Path
 import click
 
 from r4090c.cli.common import cluster_option, err, json_option, load, print_json
-from r4090c.errors import Exit
+from r4090c.errors import Exit, UsageError
 
 
 @click.command("export")
 @click.argument("run", metavar="RUN")
 @click.option(
-    "--out", metavar="FOLDER", help="Folder to make, on the node [default: export, or export-merged, in the run's folder]."
+    "--out",
+    metavar="FOLDER",
+    help="Folder to make, on the node: an absolute path [default: export, or export-merged, in the run's folder].",
 )
 @click.option(
     "--merged", is_flag=True, help="Adapters: add them to the weights they were trained beside, to be loaded without peft."
@@ -47,6 +49,9 @@ def command(run: str, out: str | None, merged: bool, step: int | None, cluster_f
     if os.sep in run:
         result = run_here(EXPORT, Path(run), [*options, *(["--out", str(Path(out).absolute())] if out else [])], say)
     else:
+        if out and not out.startswith("/"):
+            expected = "a path that begins with /: it is a folder of the node's, where a relative one would lie in the home"
+            raise UsageError(f"--out {out}", "a relative path", expected, f"r4090c export {run} --out /mnt/shared/{out}")
         cluster = load(cluster_file)
         with Fleet(cluster.nodes) as fleet:
             found = find_run(fleet, cluster, run)
@@ -63,11 +68,15 @@ def command(run: str, out: str | None, merged: bool, step: int | None, cluster_f
 
 def _notes(result: dict[str, object]) -> list[str]:
     """Return what a person should know of an export."""
-    notes = [f"  load:      {result['load']}"]
+    notes = [f"  node:      {result['node']}"] if "node" in result else []
+    notes.append(f"  load:      {result['load']}")
     if "base" in result:
         notes.append(f"  base:      {result['base']}")
     if "merged_into" in result:
         notes.append(f"  merged:    into {result['merged_into']}")
     if result["tokenizer"] is None:
         notes.append("  tokenizer: none: neither the weights' folder nor the data names one")
-    return notes
+    elif result.get("chat_template"):
+        notes.append(f"  chat:      template {result['chat_template']}")
+    told = result.get("notices")
+    return [*notes, *(f"  notice:    {notice}" for notice in (told if isinstance(told, list) else []))]

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from launch.run import Wish
     from launch.supervise import Outcome, Supervisor
 
-PROFILE = "profile  "
-"""Rank 0 begins with it what `--profile` is to tell (train/profiling.py)."""
+SAID = ("profile  ", "notice   ", "resume   ", "left ", "removed ")
+"""How lines of rank 0's log begin that are for whoever looks on (train/main.py, train/profiling.py)."""
 
 
 def restart_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ def follow_attempt(
         what = "; nothing is left running" if not stopped.left else f"; still running: {dict(stopped.left)}"
         if stopped.unreachable:
             what = f"; {', '.join(stopped.unreachable)} did not answer: its agent ends by itself when it loses the others"
-        again = pasteable(f"r4090c launch {plan.recipe} --resume {plan.run_id}")
+        again = pasteable(f"r4090c launch --resume {plan.run_id}")
         resume = f"\n  resume (from its last checkpoint, once it has saved one): {again}" if plan.steps and resumable else ""
         console.print(f"stopped{what}{resume}", soft_wrap=True, markup=False)
         return Followed(ended, Exit.INTERRUPTED, supervisor, None, first)
@@ -177,7 +177,7 @@ def _follow_next(
         try:
             decided = attempts.after(plan, cause) if failed is None else attempts.after_no_start(plan, failed)
         except KeyboardInterrupt:
-            again = pasteable(f"r4090c launch {plan.recipe} --resume {plan.run_id}")
+            again = pasteable(f"r4090c launch --resume {plan.run_id}")
             console.print(f"\ninterrupted; nothing is running\n  resume: {again}", soft_wrap=True, markup=False)
             raise
         if decided.wish is None:
@@ -287,7 +287,7 @@ class _Plain(_View):
             click.echo(f"step {line['step']}{of}  {told_in(line)}{rest}", err=self._err)
 
     def log(self, line: str) -> None:
-        if self.plan.steps is None or line.startswith(PROFILE):
+        if self.plan.steps is None or line.startswith(SAID):
             click.echo(line, err=self._err)
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -330,7 +330,7 @@ class _Bar(_View):
             self._bar.update(self._task, completed=line["step"], told=f"{told_in(line)}{rest}")
 
     def log(self, line: str) -> None:
-        if line.startswith(PROFILE):
+        if line.startswith(SAID):
             self._bar.console.print(line, soft_wrap=True, markup=False)
 
     def event(self, event: Mapping[str, Any]) -> None:

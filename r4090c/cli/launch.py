@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @click.command("launch", context_settings={"ignore_unknown_options": False})
-@click.argument("target")
+@click.argument("target", default="")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @cluster_option
 @nodes_option
@@ -100,7 +100,7 @@ def command(
     no_affinity: bool,
     as_json: bool,
 ) -> int:
-    """Train TARGET (a recipe's name, a recipe .yaml, or your own script .py) on the nodes.
+    """Train TARGET (a recipe's name, a recipe .yaml, or your own script .py) on the nodes; --resume RUN needs none.
 
     Arguments after -- go to the script.
 
@@ -108,7 +108,8 @@ def command(
     Examples:
       r4090c launch tiny
       r4090c launch tiny --nodes 2 --set steps=100
-      r4090c launch tiny --resume
+      r4090c launch tiny --resume                                    (its last run)
+      r4090c launch --resume tiny-20260131-120000-a1b2 --set steps=100
       r4090c launch ./my_script.py --nodes node01,node03 -- --epochs 3
       r4090c launch llama13b --detach --queue
       r4090c launch tiny --dry-run
@@ -119,6 +120,8 @@ def command(
     from launch.run import Wish, dry_plan, start
     from r4090c.remote import Fleet
 
+    if not target and not resume:
+        raise UsageError("TARGET", "none", "a recipe, a script, or --resume RUN", "r4090c recipes")
     if profile:
         if is_script(target):
             raise UsageError("--profile", f"{target} is a script of your own", "a recipe", "torch.profiler in your script")

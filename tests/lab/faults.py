@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,8 @@ SMALL_DISK_MIB, TOY_DISK_MIB = 400, 8
 LOGS_BYTES = 256 << 10
 """Less than a checkpoint of either."""
 MEMORY_MIB = 96
+BLINK_S = 2.0
+"""Less than the gang's lease of 5 s, retransmissions included."""
 STRAY = "stray0"
 """An interface that leads nowhere; as a bridge it needs no hardware."""
 
@@ -73,12 +76,13 @@ class Scene:
         """Send a signal to processes of a node that may be gone meanwhile."""
         self.lab.exec(node, "/bin/sh", "-c", f"kill -{name} {' '.join(str(one.node_pid) for one in found)}")
 
-    def hit(self, node: str, *roles: Role, name: str = "KILL") -> None:
-        """Send a signal to all processes of these roles on a node. Raises LabError when there is none."""
+    def hit(self, node: str, *roles: Role, name: str = "KILL") -> list[Process]:
+        """Send a signal to all processes of these roles on a node, and return them. Raises LabError when there is none."""
         found = self.find(node, *roles)
         if not found:
             raise LabError(f"no {' or '.join(roles)} on {node} to hit; it has {self.lab.processes(node)}")
         self.signal(node, found, name)
+        return found
 
     def sshd(self, node: str) -> list[Process]:
         """Return the node's sshd: the listener and who serves the connections."""
@@ -119,8 +123,8 @@ class Fault:
     ready: Do | None = None
     options: tuple[str, ...] = ()
     """More words for `r4090c launch`."""
-    toy_only: bool = False
-    """It needs what the stand-in for the training script does."""
+    torch_has_a_say: bool = False
+    """What becomes of it depends on torch, too: who notices, what a rank that waits looks like, what a checkpoint is."""
 
 
 # ------------------------------------------------------------------------------------------ what is done
@@ -128,7 +132,11 @@ class Fault:
 
 def kill(node: str, *roles: Role) -> Do:
     """SIGKILL every process of these roles on the node that the scene calls `node`."""
-    return lambda scene: scene.hit(getattr(scene, node), *roles)
+
+    def strike(scene: Scene) -> None:
+        scene.hit(getattr(scene, node), *roles)
+
+    return strike
 
 
 def kill_supervisor(scene: Scene) -> None:
@@ -161,6 +169,14 @@ def cut(node: str) -> Do:
     return strike
 
 
+def blink(scene: Scene) -> None:
+    """Pull the member's cable for BLINK_S."""
+    scene.lab.cut(scene.member)
+    scene.undoing.callback(scene.lab.heal, scene.member)
+    time.sleep(BLINK_S)
+    scene.lab.heal(scene.member)
+
+
 def power_off(scene: Scene) -> None:
     """Turn the member off."""
     scene.undoing.callback(scene.lab.power_on, scene.member)
@@ -169,9 +185,8 @@ def power_off(scene: Scene) -> None:
 
 def freeze_rank(scene: Scene) -> None:
     """SIGSTOP the member's ranks."""
-    frozen = scene.find(scene.member, "rank")
-    scene.undoing.callback(lambda: scene.signal(scene.member, frozen, "CONT"))
-    scene.hit(scene.member, "rank", name="STOP")
+    frozen = scene.hit(scene.member, "rank", name="STOP")
+    scene.undoing.callback(scene.signal, scene.member, frozen, "CONT")
 
 
 def small_runs(scene: Scene) -> None:
@@ -274,6 +289,7 @@ FAULTS = (
         "nothing to undo",
         Answer("again", ("rank-killed",), MEMBER, 1, RANK_WITHIN_S),
         kill("member", "rank"),
+        torch_has_a_say=True,
     ),
     Fault(
         "torchrun",
@@ -281,6 +297,7 @@ FAULTS = (
         "nothing to undo",
         Answer("again", ("torchrun-killed",), MEMBER, None, RANK_WITHIN_S),
         kill("member", "torchrun"),
+        torch_has_a_say=True,
     ),
     Fault(
         "agent",
@@ -296,15 +313,24 @@ FAULTS = (
         Answer("again", ("agent-killed",), LEAD, None, RANK_WITHIN_S),
         kill("lead", "agent"),
     ),
-    Fault("supervisor", "kill -9 of `r4090c launch`", "`r4090c attach RUN`", Answer("goes-on"), kill_supervisor),
+    Fault(
+        "supervisor",
+        "kill -9 of `r4090c launch`",
+        "`r4090c attach RUN`",
+        Answer("goes-on"),
+        kill_supervisor,
+        torch_has_a_say=True,
+    ),
     Fault("sshd-stopped", "sshd and all its connections end", "sshd is started", Answer("goes-on"), stop_sshd),
     Fault("sshd-frozen", "SIGSTOP of sshd and all its connections", "SIGCONT", Answer("goes-on"), freeze_sshd),
+    Fault("link-blinks", f"the cable of a node is out for {BLINK_S:g} s", "it is plugged in again", Answer("goes-on"), blink),
     Fault(
         "link",
         "the cable of a node is pulled",
         "it is plugged in again",
         Answer("elsewhere", ("node-lost",), MEMBER, None, NODE_WITHIN_S),
         cut("member"),
+        torch_has_a_say=True,
     ),
     Fault(
         "lead-link",
@@ -319,6 +345,7 @@ FAULTS = (
         "it is turned on",
         Answer("elsewhere", ("node-lost",), MEMBER, None, NODE_WITHIN_S),
         power_off,
+        torch_has_a_say=True,
     ),
     Fault(
         "frozen-rank",
@@ -327,6 +354,7 @@ FAULTS = (
         Answer("again", ("rank-frozen",), MEMBER, 1),
         freeze_rank,
         options=HANG,
+        torch_has_a_say=True,
     ),
     Fault(
         "full-disk",
@@ -335,6 +363,7 @@ FAULTS = (
         Answer("given-up", ("disk-full",)),
         fill,
         small_runs,
+        torch_has_a_say=True,
     ),
     Fault(
         "out-of-memory",
@@ -342,7 +371,6 @@ FAULTS = (
         "the limit is gone with them",
         Answer("again", ("host-out-of-memory",), MEMBER, 1),
         starve,
-        toy_only=True,
     ),
     Fault(
         "wrong-interface",

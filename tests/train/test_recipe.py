@@ -32,7 +32,7 @@ def test_tiny_resolves_to_the_golden_json(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [
-        ("stepz", 3, "stepz: Extra inputs are not permitted (got 3)"),
+        ("stepz", 3, "stepz: unknown"),
         ("steps", 0, "steps: Input should be greater than 0 (got 0)"),
         ("optimizer.lr", "fast", "optimizer.lr: Input should be a valid number"),
         ("optimizer.name", "muon", "optimizer.name: Input should be 'adamw' or 'adamw8bit' (got 'muon')"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,10 @@ import pytest
 from tests import cli
 from tests.lab.faults import FAULTS, Fault
 from tests.lab.lab import Lab
-from tests.lab.trial import Trial, half_checkpoints, left_behind, trial, wrong_with
+from tests.lab.trial import STRIKE_AT, Trial, half_checkpoints, left_behind, trial, wrong_with
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
-REAL = ("rank", "torchrun", "supervisor", "link", "frozen-rank", "full-disk")
 BY_ID = {fault.id: fault for fault in FAULTS}
 
 
@@ -87,13 +87,33 @@ def resumed_after_room_is_made(one: Trial) -> None:
 
 @pytest.mark.long
 @pytest.mark.train
-@pytest.mark.parametrize("fault", [BY_ID[name] for name in REAL], ids=lambda fault: fault.id)
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.torch_has_a_say], ids=lambda fault: fault.id)
 def test_with_real_training(lab: Lab, tmp_path: Path, fault: Fault) -> None:
     with trial(lab, fault, tmp_path, toy=False, steps=60 if fault.answer.then == "goes-on" else 14) as one:
         check(one)
         if fault.id == "full-disk":
             resumed_after_room_is_made(one)
     assert left_behind(lab) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "away_s"), [(BY_ID["link"], 8), (BY_ID["power"], 15)], ids=lambda value: getattr(value, "id", "")
+)
+def test_without_a_spare_the_run_waits_for_its_node(lab: Lab, tmp_path: Path, fault: Fault, away_s: float) -> None:
+    with trial(lab, fault, tmp_path, spare=None) as one:
+        one.launch()
+        one.wait_for_step(STRIKE_AT)
+        one.strike()
+        back = threading.Timer(away_s, one.mend)
+        back.start()
+        found = one.wait(90)
+        back.join()
+        said = one.told()
+        assert (found.exit_code, found.attempts) == (0, 2), said
+        assert found.cause is not None and (found.cause["kind"], found.cause["node"]) == ("node-lost", "node02"), said
+        assert steps(one) == list(range(1, one.steps + 1)), said
+        assert jobs(one)["nodes"] == ["node01", "node02"]
+        assert left_behind(lab) == []
 
 
 HOLDER = """

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests import cli
 from tests.lab.lab import Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.train, pytest.mark.slow]
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 SETS = ("--set", f"steps={STEPS}", "--set", "checkpoint.every_steps=3")
 OURS = re.compile(r"agent\.py|torch\.distributed\.run|train/main\.py|rank\.py")
@@ -84,7 +86,7 @@ def test_two_ranks_on_one_node_give_the_same_losses(lab4: Lab, state: Path, two_
 
 def test_a_killed_run_is_named_listed_and_resumed_exactly(lab4: Lab, state: Path, two_nodes: dict[str, Any]) -> None:
     cluster = ("--cluster", str(lab4.cluster_file))
-    process = cli.start("launch", "tiny", "--nodes", "2", *SETS, *cluster, state=state)
+    process = cli.start("launch", "tiny", "--nodes", "2", "--no-restart", *SETS, *cluster, state=state)
     assert process.stdout is not None and process.stderr is not None
     for line in process.stdout:
         if line.startswith("step 5/"):
@@ -126,13 +128,33 @@ def test_a_run_that_is_done_is_not_resumed_and_the_hint_is_about_this_cluster(
     words = ("launch", "tiny", "--resume", two_nodes["run_id"], "--cluster", str(lab4.cluster_file))
     code, _, errors = cli.run(*words, state=state)
     assert code == 2 and f"is done: step {STEPS} of {STEPS}" in errors
-    assert f"r4090c --cluster {lab4.cluster_file} launch tiny --resume" in errors
+    assert f"r4090c --cluster {lab4.cluster_file} launch --resume {two_nodes['run_id']} --set steps={2 * STEPS}" in errors
 
 
-def test_another_world_size_cannot_resume(lab4: Lab, state: Path, two_nodes: dict[str, Any]) -> None:
-    words = ("launch", "tiny", "--resume", two_nodes["run_id"], "--nodes", "1", "--nproc-per-node", "1", "--set", "steps=99")
+def test_another_world_size_cannot_resume_where_the_recipe_says_so(lab4: Lab, state: Path, two_nodes: dict[str, Any]) -> None:
+    words = ("launch", "--resume", two_nodes["run_id"], "--nodes", "1", "--nproc-per-node", "1", "--set", "steps=99")
+    code, _, errors = cli.run(*words, "--set", "elastic=false", "--cluster", str(lab4.cluster_file), state=state)
+    assert code == 2 and "its checkpoint is of 2 ranks, and the recipe says elastic: false" in errors
+
+
+def test_a_resume_that_the_ranks_refuse_does_not_change_the_run(lab4: Lab, state: Path, two_nodes: dict[str, Any]) -> None:
+    kept = (Path(two_nodes["run_dir"]) / "recipe.json").read_text()
+    words = ("launch", "--resume", two_nodes["run_id"], "--set", "steps=99", "--set", "data.max_mib=0.05")
     code, _, errors = cli.run(*words, "--cluster", str(lab4.cluster_file), state=state)
-    assert code == 2 and "world size" in errors and "2" in errors
+    assert code == 1 and "this run has data" in errors
+    assert "not started again: that would not help" in errors
+    assert (Path(two_nodes["run_dir"]) / "recipe.json").read_text() == kept
+    tried = json.loads((Path(two_nodes["run_dir"]) / "attempt_2" / "recipe.json").read_text())
+    assert (tried["steps"], tried["data"]["max_mib"]) == (99, 0.05)
+
+
+def test_what_a_recipe_file_says_otherwise_than_the_run_is_told(lab4: Lab, state: Path, two_nodes: dict[str, Any]) -> None:
+    recipe = yaml.safe_load((ROOT / "train" / "recipes" / "tiny.yaml").read_text())
+    (state / "tiny.yaml").write_text(yaml.safe_dump({**recipe, "gradient_clipping": 0.5, "steps": STEPS}))
+    words = ("launch", str(state / "tiny.yaml"), "--resume", two_nodes["run_id"], "--set", f"steps={STEPS + 1}", "--dry-run")
+    code, _, errors = cli.run(*words, "--cluster", str(lab4.cluster_file), state=state)
+    assert code == 0, errors
+    assert "not taken from " in errors and "gradient_clipping (0.5 there, 1.0 in the run)" in errors
 
 
 def test_a_detached_run_is_seen_stopped_and_leaves_nothing(lab4: Lab, state: Path) -> None:
