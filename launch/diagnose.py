@@ -19,6 +19,10 @@ from launch.causes import CONSEQUENCE, MENDS, NOISE, SIGNALS, Mends
 if TYPE_CHECKING:
     from launch.diagnose_log import LogCause
 
+_UNREACHED = re.compile(
+    r"could not be reached at (\S+):\d+ in .*: (Network is unreachable|No route to host|(?:Connection )?timed out)"
+)
+"""What an agent tells of a lead that it never reached, where the network and not the agent is missing (launch/agent.py)."""
 SIGABRT, SIGTERM = 6, 15
 LAST_LINES = 12
 
@@ -405,6 +409,13 @@ def _loss_cause(
         accused.setdefault(str(one.get("peer")), set()).add(str(one.get("node")))
     firm = {str(one.get("peer")) for one in losses if one.get("kind") == "agent-lost"}  # its kernel closed the connection
     first = {name: index for index, one in reversed(list(enumerate(losses))) for name in (str(one.get("peer")),)}
+    for one in losses:
+        unreached = _UNREACHED.search(str(one.get("detail")))
+        if unreached and not unreachable and not firm:  # both say it of each other; the one that tried knows the way is missing
+            accuser, lead = str(one.get("node")), str(one.get("peer"))
+            told = f"{lead} is not reached at its data address {unreached.group(1)} from {accuser}: {unreached.group(2)}"
+            command = f"r4090c preflight --nodes {lead},{accuser}"
+            return Cause("node-lost", lead, None, told, str(one["detail"]), command, _when(event))
     lost = min(accused, key=lambda name: (name not in unreachable, name not in firm, -len(accused[name]), first[name]))
     shown = next(one for one in losses if str(one.get("peer")) == lost)
     detail, when = str(shown.get("detail", "")), _when(event)

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.errors import FAILED, Stop
+from train.errors import FAILED, Stop, counted
 from train.metrics import replace_file
 from train.recipe import AUTO, Checkpoint, Recipe
-from train.storage import limited, refused, sha256_of, told_bytes
+from train.storage import ROOM, limited, refused, sha256_of, told_bytes
 
 STATE = "state"
 """DeepSpeed's tag: the folder below ours that it writes."""
@@ -227,9 +227,9 @@ def require_same(saved: Saved, recipe: Recipe, world_size: int, data_sha256: str
         why = "moments of 8 bits cannot be divided anew" if quantized else "the recipe says elastic: false"
         raise Stop(
             file,
-            f"saved by {manifest['world_size']} ranks, this run has {world_size}",
-            f"{manifest['world_size']} ranks: {why}",
-            f"start {manifest['world_size']} ranks, {'' if quantized else 'set elastic: true, '}or begin anew with another "
+            f"saved by {counted(manifest['world_size'], 'rank')}, this run has {world_size}",
+            f"{counted(manifest['world_size'], 'rank')}: {why}",
+            f"start {counted(manifest['world_size'], 'rank')}, {'' if quantized else 'set elastic: true, '}or begin anew with another "
             "--run-dir (`r4090c export` needs no ranks at all)",
         )
     if manifest["data_sha256"] != data_sha256:
@@ -237,7 +237,7 @@ def require_same(saved: Saved, recipe: Recipe, world_size: int, data_sha256: str
             file,
             f"trained on data {manifest['data_sha256'][:12]}, this run has data {data_sha256[:12]}",
             "the same data, so that the run continues where it stopped",
-            "give the old --data-dir and data.sources, or begin anew with another --run-dir",
+            "restore data in the recipe, and the folder that it names, or begin anew with another --run-dir",
         )
     before, now = (_what_trains(one) for one in (manifest["recipe"], recipe.model_dump(mode="json")))
     if before != now:
@@ -279,8 +279,8 @@ def _what_trains(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_keys(saved: Saved, recipe: Recipe) -> list[str]:
-    """Return the keys of the recipe that differ from the one that was saved."""
-    now = recipe.model_dump(mode="json")
+    """Return the keys of the recipe that differ from the one that was saved, other than `resume`, which says only that."""
+    now = recipe.model_dump(mode="json", exclude={"resume"})
     return sorted(key for key in now if now[key] != saved.manifest["recipe"].get(key))
 
 
@@ -354,6 +354,8 @@ def _together(ranks: Ranks, partial: Path, action: Callable[[], Any]) -> list[An
                 shutil.rmtree(partial, ignore_errors=True)
             culprit, observed, expected, remedy = told
             kept = f"{whole[-1].folder.name} is whole and can be continued from" if whole else "there is no earlier checkpoint"
+            if expected in ROOM and len(whole) > 1:
+                remedy += ", or lower checkpoint.keep"
             raise Stop(culprit, f"{observed} (rank {rank}, saving {partial.stem})", expected, f"{remedy}; {kept}", FAILED)
     return [result for _, result in everyone]
 
@@ -361,18 +363,33 @@ def _together(ranks: Ranks, partial: Path, action: Callable[[], Any]) -> list[An
 def _make_room(checkpoints: Path, needed_bytes: int, in_use: Collection[str]) -> None:
     """Raise Stop unless the disk has room for the next checkpoint. Older ones go for that, never the last whole one."""
     checkpoints.mkdir(parents=True, exist_ok=True)
-    whole = all_complete(checkpoints)
-    needed = whole[-1].bytes if whole else needed_bytes
-    older = [saved for saved in whole[:-1] if saved.folder.name not in in_use]
-    free = shutil.disk_usage(checkpoints).free
+    free, needed, older = _room(checkpoints, needed_bytes, in_use)
     if free + sum(saved.bytes for saved in older) < needed:
         observed = f"{told_bytes(free)} free, {told_bytes(needed)} needed for the next checkpoint"
-        raise Stop(checkpoints, observed, "room on the disk", "make some (df -h), or lower checkpoint.keep", FAILED)
+        raise Stop(checkpoints, observed, "room on the disk", "make some (df -h)", FAILED)
     while free < needed and older:
         oldest = older.pop(0)
         print(f"removed {oldest.folder.name} early: {told_bytes(free)} free, {told_bytes(needed)} needed", flush=True)
         _remove(oldest.folder)
         free = shutil.disk_usage(checkpoints).free
+
+
+def no_room(checkpoints: Path, needed_bytes: int) -> str:
+    """Return a notice when the disk has no room for the next checkpoint as things are, else ""."""
+    free, needed, older = _room(checkpoints, needed_bytes)
+    if free + sum(saved.bytes for saved in older) >= needed:
+        return ""
+    told = f"{told_bytes(free)} free, about {told_bytes(needed)} needed for a checkpoint"
+    return f"{checkpoints}: {told}: make room (df -h) before the first one, or the run ends there"
+
+
+def _room(checkpoints: Path, needed_bytes: int, in_use: Collection[str] = ()) -> tuple[int, int, list[Saved]]:
+    """Return free bytes, those of the next checkpoint (`needed_bytes` where there is none yet), and what may go for it."""
+    whole = all_complete(checkpoints)
+    needed = whole[-1].bytes if whole else needed_bytes
+    older = [saved for saved in whole[:-1] if saved.folder.name not in in_use]
+    folder = checkpoints if checkpoints.is_dir() else checkpoints.parent
+    return shutil.disk_usage(folder).free, needed, older
 
 
 def rotate(checkpoints: Path, step: int, rotation: Checkpoint, in_use: Collection[str] = ()) -> None:
