@@ -1062,6 +1062,12 @@ class Agent:
             "torchrun-failed", exit_code=code, detail="torchrun ended, exit code %s" % code, log_tail=text[-LOG_TAIL:]
         )
 
+    def frozen_at_its_end(self) -> bool:
+        """True when all ranks here have ended well and torchrun, which was stopped (SIGSTOP), will never say so."""
+        ended = [record["gone"] is not None and record["exit"] == 0 for record in self.ranks.values()]
+        found = stat_of(self.torchrun_pid)
+        return len(ended) == len(self.mine["ranks"]) and all(ended) and found is not None and found.state in "Tt"
+
     def hopeless(self) -> bool:
         """True when a rank has failed although torchrun is still there: it ends the others first, which may take long.
 
@@ -1196,6 +1202,11 @@ class Agent:
                 asked = read_json(os.path.join(self.folder, "stop.json")) or {}
                 by, follows = asked.get("by", self.asked_to_stop), bool(asked.get("follows"))
                 return "stopped", self.event("stopped", by=by, follows=follows, detail="asked to stop")
+            if self.name in self.gang.done:
+                code = None
+            elif code is None and self.frozen_at_its_end():
+                send_signal([self.torchrun_pid], signal.SIGKILL)
+                code = 0
             if code == 0:
                 self.gang.done.add(self.name)
                 self.event("finished")

@@ -149,6 +149,14 @@ def test_ranks_of_one_node_alone_that_leave_one_after_the_other(bench: Bench) ->
     assert ranks["1"]["gone"] < ranks["0"]["gone"]
 
 
+def test_a_torchrun_that_is_stopped_does_not_keep_a_run_that_is_done_from_ending(bench: Bench) -> None:
+    attempt = bench.start(bench.plan("wait.py", "4", real=False))
+    attempt.wait_for("waits in")
+    kill(bench.lab, "node02", "torchrun", signal_name="STOP")
+    assert attempt.outcome(30) == Outcome("done", None)
+    assert sorted(event["kind"] for event in attempt.events()) == ["finished", "finished", "started", "started"]
+
+
 def test_a_detached_run_ends_well_by_itself(bench: Bench) -> None:
     plan = bench.plan("wait.py", "2", real=False)
     with Fleet(bench.cluster.nodes) as fleet:
