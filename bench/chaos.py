@@ -102,7 +102,7 @@ class Case:
     """
 
     number: int
-    kind: str
+    fault: str
     moment: str
     node: str
     delay_s: float
@@ -186,7 +186,7 @@ def play(lab: Lab, case: Case, folder: Path) -> tuple[dict[str, Any], str]:
         one.launch()
         try:
             wait_for_moment(one, case)
-            one.strike(KINDS[case.kind])
+            one.strike(KINDS[case.fault])
             struck = "yes"
         except (Over, LabError):
             pass  # there was nothing to hit: it had ended, or not begun
@@ -247,8 +247,15 @@ def complaint(one: Trial, case: Case) -> str:
             steps = [json.loads(line)["step"] for line in lines]
             if steps != list(range(1, case.steps + 1)):
                 wrong.append(f"done, but its metrics tell steps {steps}")
+    wrong += [f"`r4090c jobs` says that it is {state}" for state in states(one) if state not in ("done", "failed", "stopped")]
     wrong += [f"still there: process {pid} about {one.scene.cluster.name}" for pid in launchers_of(one.scene.cluster)]
     return "; ".join(wrong)
+
+
+def states(one: Trial) -> list[str]:
+    """Return how `r4090c jobs` says that the run stands; nothing of one that never came to be."""
+    told = cli.run_json("jobs", "--cluster", str(one.scene.cluster), state=one.state)
+    return [str(job["state"]) for job in told if job["id"] == one.scene.run_id]
 
 
 # ------------------------------------------------------------------------------------------ all cases
@@ -302,7 +309,7 @@ def bench(options: argparse.Namespace) -> int:
             own = folder / str(case.number)
             told, problem = play(lab, case, own)
             with lock:
-                record.add({"contender": case.kind, "round": case.number, **asdict(case), **told}, problem)
+                record.add({"contender": case.fault, "round": case.number, **asdict(case), **told}, problem)
                 if problem:
                     failed.append(case.number)
                     print(f"again: python -m bench.chaos --seed {seed} --only {case.number}", file=sys.stderr, flush=True)
@@ -334,12 +341,12 @@ def report(record: Record, wanted: int, failed: list[int]) -> None:
     """Write the table of kinds."""
     rows = []
     every = [*record.runs, *record.left_out]
-    for kind in KINDS:
-        mine = [run for run in every if run["kind"] == kind]
+    for fault in KINDS:
+        mine = [run for run in every if run["fault"] == fault]
         codes = collections.Counter(str(run["exit_code"]) for run in mine)
         rows.append(
             [
-                kind,
+                fault,
                 str(len(mine)),
                 ", ".join(f"{count} × {code}" for code, count in sorted(codes.items())),
                 spread([run["took_s"] for run in mine], 1),

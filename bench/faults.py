@@ -16,16 +16,13 @@ from bench.processes import end_on_sigterm
 from bench.record import REPOSITORY, BenchError, Goal, Record, arguments_parser, package_versions, spread, table
 from tests.lab import Lab, LabError
 from tests.lab.faults import FAULTS, NODE_WITHIN_S, RANK_WITHIN_S, Fault
-from tests.lab.trial import Trial, trial, wrong_with
+from tests.lab.trial import Trial, steps_for, trial, wrong_with
 
 DOCUMENT = REPOSITORY / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults -->", "<!-- /faults -->"
 NODES = 3
-STEPS, STEPS_THAT_OUTLAST = 30, 110
-"""Of a run under the stand-in (0.1 s a step); of one that is to go on for longer than we look."""
-REAL_STEPS, REAL_STEPS_THAT_OUTLAST = 14, 60
-"""Of a run that trains (about 0.3 s a step on two cores)."""
 TOY, REAL = "stand-in", "training"
+FROM_THE_LAUNCH = " ¹"
 THEN = {
     "goes-on": "goes on",
     "again": "again, same nodes",
@@ -81,9 +78,7 @@ def bench(options: argparse.Namespace) -> None:
 def measure(lab: Lab, fault: Fault, kind: str, state: Path) -> tuple[dict[str, Any], str]:
     """Play a fault; return what was measured, and what was wrong ("" = nothing)."""
     state.mkdir()
-    lasting = fault.answer.then == "goes-on"
-    steps = (STEPS_THAT_OUTLAST if lasting else STEPS) if kind == TOY else (REAL_STEPS_THAT_OUTLAST if lasting else REAL_STEPS)
-    with trial(lab, fault, state, toy=kind == TOY, steps=steps) as one:
+    with trial(lab, fault, state, toy=kind == TOY, steps=steps_for(fault, toy=kind == TOY)) as one:
         try:
             one.play(timeout_s=180)
             problem = ""
@@ -99,7 +94,7 @@ def measured(one: Trial) -> dict[str, Any]:
     found = asdict(one.found)
     cause = found.pop("cause") or {}
     figures = {name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}
-    return {**figures, **{name: cause.get(name) for name in ("kind", "summary")}}
+    return {**figures, "cause": cause.get("kind"), "summary": cause.get("summary")}
 
 
 def report(record: Record, chosen: Sequence[Fault]) -> str:
@@ -111,23 +106,15 @@ def report(record: Record, chosen: Sequence[Fault]) -> str:
         ]
         rows = [one for one in rows if one[2] != "0"]
         if rows:
-            heading = [
-                "fault",
-                "what is done",
-                "runs",
-                "seen, s",
-                "cause told, s",
-                "the cause",
-                "other ranks stopped, s",
-                "next step, s",
-                "answer",
-            ]
+            columns = ["detected, s", "cause told, s", "other ranks stopped, s", "all stopped, s", "next step, s"]
+            heading = ["fault", "what is done", "runs", *columns, "the cause", "answer"]
             tables.append(f"{title}:\n\n{table(heading, rows)}")
     about = record.about
     body = (
         f"{about['rounds']} rounds of a stand-in for torch, {about['real_rounds']} of real training on the CPU; two nodes of a "
         "rank, and a spare, in network namespaces of one machine. Seconds after the fault, median [least-most]. A run counts "
-        "only when all was as it should be: the cause named, nothing left on any node, the answer right.\n\n"
+        "only when all was as it should be: the cause named, nothing left on any node, the answer right. "
+        f"{FROM_THE_LAUNCH.strip()} From the launch on.\n\n"
     )
     body += "\n".join(tables)
     record.finish("Faults", body, goals(record.runs))
@@ -137,18 +124,24 @@ def report(record: Record, chosen: Sequence[Fault]) -> str:
 def row(fault: Fault, runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the row of a fault."""
 
-    def figures(name: str) -> str:
-        return spread([run[name] for run in runs if run[name] is not None])
-
-    kinds = sorted({str(run["kind"]) for run in runs if run["kind"]})
     answer = fault.answer
+    ends = bool(answer.kinds)
+    mark = "" if fault.strike is not None else FROM_THE_LAUNCH
+
+    def figures(name: str, known: bool) -> str:
+        values = [run[name] for run in runs if run[name] is not None] if known else []
+        return spread(values) + mark if values else "–"
+
+    noticed = any(run["noticed_s"] is not None for run in runs)
+    first = "ended_s" if answer.then == "refused" else "noticed_s" if noticed else "said_s"
+    detected = figures(first, fault.id != "supervisor")
+    stopped = [figures(name, ends and fault.strike is not None) for name in ("peers_s", "all_s")]
+    kinds = sorted({str(run["cause"]) for run in runs if run["cause"]}) if ends else []
     where = f" on {answer.node}" if answer.node else ""
     where += f", rank {answer.rank}" if answer.rank is not None else ""
     cause = f"`{', '.join(kinds)}`{where}" if kinds else "–"
-    struck = fault.strike is not None
-    seen = [figures(name) if struck and answer.kinds else "–" for name in ("noticed_s", "told_s")]
-    after = [figures(name) if struck and answer.kinds else "–" for name in ("peers_s", "resumed_s")]
-    return [f"`{fault.id}`", fault.does, str(len(runs)), *seen, cause, *after, THEN[answer.then]]
+    figured = [detected, figures("told_s", ends), *stopped, figures("resumed_s", ends)]
+    return [f"`{fault.id}`", fault.does, str(len(runs)), *figured, cause, THEN[answer.then]]
 
 
 def goals(runs: Sequence[Mapping[str, Any]]) -> list[Goal]:

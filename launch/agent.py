@@ -17,8 +17,8 @@ Commands: `start` (request on stdin; daemonizes, answers its pid) and `follow` (
 `main(request)` serves what the controller asks over `Shell.ask`: `prepare`, `stop`, `state`.
 
 Events, each with time, attempt and node: started, finished, rank-failed, rank-hung (one a rank), torchrun-killed,
-torchrun-failed, start-failed, agent-error, agent-lost, node-lost, stopped, left-running; placement-differs, which ends nothing.
-launch/diagnose.py names the first cause from them.
+torchrun-failed, start-failed, agent-error, agent-terminated, agent-lost, node-lost, stopped, left-running; placement-differs,
+which ends nothing. launch/diagnose.py names the first cause from them.
 """
 
 from __future__ import annotations
@@ -1183,6 +1183,9 @@ class Agent:
         self.state["end"] = {"outcome": outcome, "cause": cause, "time": time.time()}
         self.save(last=True)
         self.shared.join(SHARED_WRITE_S * 2)
+        while self.held and descendants(os.getpid()):  # what would not go still has its GPU
+            time.sleep(BEAT_S)
+            reap()
 
     def on_signal(self, number: int, frame: object) -> None:
         """Note that somebody wants the end."""
@@ -1199,8 +1202,12 @@ class Agent:
             if time.monotonic() - self.last_save > BEAT_S:
                 self.save(now=False)
             if self.asked_to_stop:
-                asked = read_json(os.path.join(self.folder, "stop.json")) or {}
-                by, follows = asked.get("by", self.asked_to_stop), bool(asked.get("follows"))
+                asked = read_json(os.path.join(self.folder, "stop.json"))
+                if asked is None:  # the node shuts down, or somebody ended us by hand: nobody wants the run to end
+                    return "failed", self.event(
+                        "agent-terminated", detail="the agent was asked to end by %s" % self.asked_to_stop
+                    )
+                by, follows = asked.get("by"), bool(asked.get("follows"))
                 return "stopped", self.event("stopped", by=by, follows=follows, detail="asked to stop")
             if self.name in self.gang.done:
                 code = None
@@ -1245,6 +1252,8 @@ class Agent:
                 cause = self.look_at_hung(cause)
             except Exception:
                 traceback.print_exc()  # into agent.log; what hangs is ended all the same
+                if cause["node"] == self.name:
+                    self.keep(cause)
         left = end_all(lambda: descendants(os.getpid()), self.plan["grace_s"], self.gang.exchange)
         if left:
             self.event("left-running", pids=left, detail="would not go, even by SIGKILL")
@@ -1290,6 +1299,9 @@ def start_held(request: Json, folder: str) -> Json:
     stopped = read_json(os.path.join(folder, "stop.json"))
     if stopped is not None and stopped.get("start") == name_of(request["token"]):
         return {"error": "stopped by %s before it started" % stopped["by"]}
+    stopped = read_json(request["unless"]) if request.get("unless") else None
+    if stopped is not None:
+        return {"error": "stopped by %s before it started" % stopped.get("by")}
     wanted = next(one for one in plan["nodes"] if one["name"] == node).get("leases") or []
     if not wanted:
         return start_daemon(request, folder, [])
@@ -1392,15 +1404,15 @@ def prepare(tree: str, names: Optional[List[str]], ports: int) -> Json:
 def stop(request: Json) -> Json:
     """Ask the agent to end the attempt, wait for it, then end whatever still carries the run's mark. Return what was done.
 
-    `token`: the start this stop is for, None = whatever there is of the run; when it comes later, it is refused. `follows`: the
-    attempt has failed already elsewhere, so this stop is not its cause.
+    `token`, or `start_name`, what files call it: the start this stop is for, None = whatever there is of the run; when it comes
+    later, it is refused. `follows`: the attempt has failed already elsewhere, so this stop is not its cause.
     """
     run_id, node, token = request["run_id"], request["node"], request.get("token")
     folder = local_path(run_id, node)
-    start_name = name_of(token) if token else None
+    start_name = name_of(token) if token else request.get("start_name")
     told = {"by": request["by"], "follows": bool(request.get("follows")), "start": start_name}
     found = None
-    if token or os.path.isdir(folder):
+    if start_name or os.path.isdir(folder):
         folder = local_folder(run_id, node)
         # A full /tmp, or a start that hangs, must not keep us from ending it.
         with contextlib.suppress(OSError), held(os.path.join(folder, "lock"), LOCK_S):
@@ -1486,10 +1498,6 @@ def follow(run_id: str, node: str, files: List[List[Any]], me: Optional[Json] = 
     claim = Claim(local_path(run_id, node), me) if me is not None else None
     supervisor: Optional[Json] = None
     while True:
-        holder = claim.holder() if claim is not None else None
-        if holder is not None and holder != supervisor:
-            supervisor = holder
-            emit({"supervisor": holder})
         found = read_json(os.path.join(local_path(run_id, node), "state.json"))
         alive = is_alive(found)
         if alive:
@@ -1500,6 +1508,11 @@ def follow(run_id: str, node: str, files: List[List[Any]], me: Optional[Json] = 
             found = whole_state(found)
         ended = found is not None and found["state"] == "ended"
         gone = not ended and not alive and time.monotonic() - missing_since > 1.0
+        # Whoever supervised to the end decides what follows it, although its own follower, with the lock, has gone by now.
+        holder = claim.holder() if claim is not None and not ended and not gone else None
+        if holder is not None and holder != supervisor:
+            supervisor = holder
+            emit({"supervisor": holder})
         core = None if found is None else {key: value for key, value in found.items() if key != "heartbeat"}
         if core != last and not ended and not gone:
             last = core

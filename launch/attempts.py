@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launch.diagnose import Cause, mends
 from launch.env import HIDDEN
-from launch.jobs import find_run
+from launch.jobs import HOLD_S, Run, find_run, hold_between
 from launch.plan import Plan
 from launch.recipe import accumulation_of, world_sizes_allowed
 from launch.restart import REST_S, Decision, Ended, Policy, Stock, decide
-from launch.run import Wish
+from launch.run import Wish, extra_arguments
+from launch.supervise import Outcome
 from r4090c.errors import R4090cError, UsageError
 from r4090c.model import Cluster, Node
 from r4090c.remote import Fleet, NodeError
 from r4090c.store import rest_node, resting_nodes
+
+POLL_S = HOLD_S / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,63 +31,79 @@ class Next:
 
 
 class Attempts:
-    """The attempts of one run so far. `say` tells a person what is waited for."""
+    """The attempts of one run so far. `me`: this supervisor (launch.supervise.who_i_am). `say` tells what is waited for."""
 
-    def __init__(self, fleet: Fleet, cluster: Cluster, wish: Wish, say: Callable[[str], None], policy: Policy) -> None:
-        self.fleet, self.cluster, self.policy = fleet, cluster, policy
+    def __init__(
+        self,
+        fleet: Fleet,
+        cluster: Cluster,
+        wish: Wish,
+        say: Callable[[str], None],
+        policy: Policy,
+        me: Mapping[str, str],
+    ) -> None:
+        self.fleet, self.cluster, self.policy, self.me = fleet, cluster, policy, me
         self._wish, self._say = wish, say
         self._history: list[Ended] = []
 
-    def after(self, plan: Plan, cause: Cause) -> Next:
-        """Return what follows the attempt of `plan`, which ended with `cause`; takes as long as nodes are waited for."""
-        names = tuple(node.name for node in plan.nodes)
-        return self._after(plan, Ended(names, cause, mends(cause), self._saved_step(plan.run_id)))
+    def after(self, plan: Plan, outcome: Outcome) -> Next:
+        """Return what follows the attempt of `plan`, which did not end well; takes as long as nodes are waited for."""
+        assert outcome.cause is not None
+        names, left = tuple(node.name for node in plan.nodes), tuple(outcome.left)
+        return self._after(plan, Ended(names, outcome.cause, mends(outcome.cause), self._saved_step(plan.run_id), left))
 
     def after_no_start(self, plan: Plan, error: R4090cError) -> Next:
         """Return what follows an attempt that could not start; `plan`: of the one before."""
         if isinstance(error, UsageError):
             return Next(None, str(error))
-        names = tuple(self._wish_nodes())
+        run = self._run(plan.run_id)
+        if run is not None and run.state in ("running", "done"):
+            return Next(None, f"it is {run.state}: somebody else has started attempt {run.attempt}")
+        names = tuple(node.name for node in self._wish.nodes)
         node = error.culprit if error.culprit in names else "?"
         cause = Cause("start-failed", node, None, f"the next attempt could not start: {error}", "", error.next_command)
         return self._after(plan, Ended(names, cause, "again", self._saved_step(plan.run_id)))
 
-    def _wish_nodes(self) -> Sequence[str]:
-        return [node.name for node in self._wish.nodes]
-
     def _after(self, plan: Plan, ended: Ended) -> Next:
         self._history.append(ended)
+        began, told = time.monotonic(), ""
+        while True:
+            refused = self._not_mine(plan)
+            if refused:
+                return Next(None, refused)
+            stock, refuses = self._stock(plan, time.monotonic() - began), self._sizes(plan)
+            decision = decide(self._history, stock, refuses, self.policy)
+            self._rest(decision.rest, stock.resting)
+            if decision.go == "wait":
+                if decision.why != told:
+                    self._say(f"waiting: {decision.why}")
+                    told = decision.why
+                time.sleep(min(decision.wait_s, POLL_S))
+                continue
+            if decision.go == "again" and decision.wait_s:
+                refused = self._wait(plan, decision.wait_s)
+            if decision.go == "give-up" or refused:
+                self.let_go(plan)
+                return Next(None, refused or decision.why)
+            return self._again(plan, decision)
+
+    def _wait(self, plan: Plan, wait_s: float) -> str:
+        """Wait before the next attempt; return why there is to be none, "" when nothing speaks against it."""
+        self._say(f"starting again in {wait_s:.0f} s")
+        until = time.monotonic() + wait_s
+        while time.monotonic() < until:
+            time.sleep(min(POLL_S, max(0.0, until - time.monotonic())))
+            refused = self._not_mine(plan)
+            if refused:
+                return refused
+        return ""
+
+    def _again(self, plan: Plan, decision: Decision) -> Next:
         given = {name: var.value for name, var in plan.nodes[0].env.items() if var.origin == "--env"}
         hidden = sorted(name for name, value in given.items() if value == HIDDEN)
-        since, told = time.monotonic(), ""
-        while True:
-            stock = self._stock(plan, time.monotonic() - since)
-            decision = decide(self._history, stock, lambda nodes: self._refuses(plan, nodes), self.policy)
-            for name, why in decision.rest.items():
-                if name not in stock.resting:
-                    rest_node(self.cluster.name, name, time.time() + REST_S, why)
-                    self._say(f"{name} is left out for {REST_S / 60:.0f} min: {why}")
-            if decision.go == "again" and hidden:
-                return Next(None, f"the values of {', '.join(hidden)} are secret, and known to the launch that gave them only")
-            if decision.go != "wait":
-                return self._told(plan, decision)
-            if decision.why != told:
-                self._say(f"waiting: {decision.why}")
-                told = decision.why
-            time.sleep(decision.wait_s)
-            stopped = self._stopped(plan.run_id)
-            if stopped:
-                return Next(None, stopped)
-
-    def _told(self, plan: Plan, decision: Decision) -> Next:
-        if decision.go == "give-up":
-            return Next(None, decision.why)
-        if decision.wait_s:
-            self._say(f"starting again in {decision.wait_s:.0f} s")
-            time.sleep(decision.wait_s)
-        stopped = self._stopped(plan.run_id)  # in the meantime
-        if stopped:
-            return Next(None, stopped)
+        if hidden:
+            self.let_go(plan)
+            return Next(None, f"the values of {', '.join(hidden)} are secret, and known to the launch that gave them only")
         known = {node.name: node for node in self.cluster.nodes}
         self._wish = replace(
             self._wish,
@@ -93,58 +112,104 @@ class Attempts:
             nproc=len(plan.nodes[0].ranks),
             resume=plan.run_id,
             again=True,
+            queue=True,  # whoever took the GPUs in between gives them back some day
             sets=(),
             label="",
         )
         return Next(self._wish, decision.why)
 
+    def _not_mine(self, plan: Plan) -> str:
+        """Return why this supervisor is not to start the next attempt, "" when it is, which is noted for others to see."""
+        run = self._run(plan.run_id)
+        if run is not None and run.stopped_by:
+            self.let_go(plan)
+            return f"stopped by {run.stopped_by}"
+        try:
+            other = hold_between(self.fleet, plan.run_dir, self.me)
+        except R4090cError:  # no node answers: nobody else gets further either
+            return ""
+        return f"{other} starts the next attempt" if other else ""
+
+    def let_go(self, plan: Plan) -> None:
+        """Note that nobody is about to start another attempt."""
+        try:
+            hold_between(self.fleet, plan.run_dir, None)
+        except R4090cError:
+            return
+
+    def _run(self, run_id: str) -> Run | None:
+        """Return the run as its folder tells, None when nobody can read it."""
+        try:
+            return find_run(self.fleet, self.cluster, run_id)
+        except R4090cError:
+            return None
+
     def _saved_step(self, run_id: str) -> int | None:
         """Return the step of the run's last complete checkpoint; None when there is none, or nobody can tell."""
-        try:
-            saved = find_run(self.fleet, self.cluster, run_id).checkpoints
-        except R4090cError:
+        run = self._run(run_id)
+        if run is None:
             return self._history[-1].saved_step if self._history else None
-        return int(saved[-1].rpartition("_")[2]) if saved else None
-
-    def _stopped(self, run_id: str) -> str:
-        """Return by whom the run was stopped since its last start, "" when it was not."""
-        try:
-            by = find_run(self.fleet, self.cluster, run_id).stopped_by
-        except R4090cError:
-            return ""
-        return f"stopped by {by}" if by else ""
+        return int(run.checkpoints[-1].rpartition("_")[2]) if run.checkpoints else None
 
     def _stock(self, plan: Plan, waited_s: float) -> Stock:
-        ours = {node.name for node in plan.nodes}
-        wanted = [node for node in self.cluster.nodes if node.name in ours or node.spare]
-        for node in wanted:
-            self.fleet.drop(node.name)  # what was open may be open to a node that is gone
-        answers = self.fleet.map(lambda shell: shell.run(["true"], timeout_s=10).rc == 0, [node.name for node in wanted])
+        ours = {node.name for node in plan.nodes} | {node.name for node in self._wish.nodes}
+        spares = [node.name for node in self.cluster.nodes if node.spare and node.name not in ours]
+        wanted = [node.name for node in self.cluster.nodes if node.name in ours or node.name in spares]
+        for name in wanted:
+            self.fleet.drop(name)  # what was open may be open to a node that is gone
+        answers = self.fleet.map(lambda shell: shell.run(["true"], timeout_s=10).rc == 0, wanted)
         answering = frozenset(name for name, answer in answers.items() if not isinstance(answer, NodeError) and answer)
-        return Stock(answering, tuple(_spares(self.cluster, ours)), resting_nodes(self.cluster.name), waited_s)
+        return Stock(answering, tuple(spares), self._resting(), waited_s)
 
-    def _refuses(self, plan: Plan, nodes: int) -> str | None:
-        """Return why the run cannot go on with `nodes` nodes of as many ranks as now, None when it can."""
-        ranks = nodes * len(plan.nodes[0].ranks)
-        try:
-            recipe = find_run(self.fleet, self.cluster, plan.run_id).resolved
+    def _sizes(self, plan: Plan) -> Callable[[int], str | None]:
+        """Return a function that says why the run cannot go on with a number of nodes, None where it can."""
+        run, ranks_a_node = self._run(plan.run_id), len(plan.nodes[0].ranks)
+
+        def refuses(nodes: int) -> str | None:
+            if plan.steps is None:
+                return "a script of one's own has so many ranks as it was given"
+            recipe = run.resolved if run is not None else None
             if recipe is None:
                 return "its recipe cannot be read"
-            accumulation_of(recipe, ranks)
-        except R4090cError as error:
-            return f"{error.culprit}: {error.observed}"
-        return world_sizes_allowed(recipe, ranks, plan.world_size)
+            try:
+                accumulation_of(recipe, nodes * ranks_a_node)
+            except UsageError as error:
+                return f"{error.culprit}: {error.observed}"
+            return world_sizes_allowed(recipe, nodes * ranks_a_node, plan.world_size)
 
+        return refuses
 
-def _spares(cluster: Cluster, ours: set[str]) -> list[str]:
-    return [node.name for node in cluster.nodes if node.spare and node.name not in ours]
+    def _resting(self) -> Mapping[str, str]:
+        try:
+            return resting_nodes(self.cluster.name)
+        except UsageError as error:  # no history is no reason not to train
+            self._say(f"which nodes failed lately cannot be read: {error}")
+            return {}
+
+    def _rest(self, rest: Mapping[str, str], known: Mapping[str, str]) -> None:
+        """Remember nodes that are left out from now on."""
+        for name, why in rest.items():
+            if name in known:
+                continue
+            self._say(f"{name} is left out for {REST_S / 60:.0f} min: {why}")
+            try:
+                rest_node(self.cluster.name, name, time.time() + REST_S, why)
+            except UsageError as error:
+                self._say(f"that cannot be remembered: {error}")
 
 
 def wish_of(plan: Plan, nodes: Sequence[Node]) -> Wish:
     """Return the wish that a run of a recipe was launched by, as far as its plan tells."""
     env = {name: var.value for name, var in plan.nodes[0].env.items() if var.origin == "--env"}
-    options = plan.script[7:]  # after the script, and the three that every recipe's run is given
     bound = any(rank.cpus for node in plan.nodes for rank in node.ranks)
     return Wish(
-        plan.recipe, nodes=tuple(nodes), nproc=len(plan.nodes[0].ranks), args=options, env=env, affinity=bound, hang=plan.hang
+        plan.recipe,
+        nodes=tuple(nodes),
+        nproc=len(plan.nodes[0].ranks),
+        args=extra_arguments(plan),
+        env=env,
+        affinity=bound,
+        hang=plan.hang,
+        gate="--no-gate" not in plan.options,
+        anyway="--anyway" in plan.options,
     )

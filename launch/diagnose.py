@@ -194,7 +194,7 @@ def _weight(event: Mapping[str, Any], unreachable: Mapping[str, str]) -> int:
     kind = event.get("kind")
     if kind == "stopped":
         return WEAK if event.get("follows") else STOPPED
-    if kind in ("agent-error", "start-failed", "torchrun-killed", "lease-taken", "rank-hung"):
+    if kind in ("agent-error", "agent-terminated", "start-failed", "torchrun-killed", "lease-taken", "rank-hung"):
         return STRONG
     if kind == "rank-failed":
         code = event.get("exit_code")
@@ -266,6 +266,9 @@ def _cause(
         return Cause(kind, node, None, f"{node} could not start: {detail}", detail, f"r4090c preflight --nodes {node}", when)
     if kind == "rank-hung":
         return _hang_cause([one for one in ordered if one.get("kind") == kind], next_commands)
+    if kind == "agent-terminated":
+        summary = f"{detail} on {node}: the node shut down, or somebody ended it by hand"
+        return Cause("agent-killed", node, None, summary, detail, next_commands.kernel_log(node), when)
     if kind == "agent-error":
         return Cause(kind, node, None, f"the agent on {node} failed: {detail}", detail, logs, when)
     if kind == "rank-failed":

@@ -71,13 +71,14 @@ def holders(fleet: Fleet, wanted: Mapping[str, Sequence[str]]) -> list[Holder]:
     ]
 
 
-def wait_until_free(fleet: Fleet, taken: GpusTaken, say: Callable[[str], None]) -> None:
-    """Return once nobody holds the GPUs that `taken` tells of."""
+def wait_until_free(fleet: Fleet, taken: GpusTaken, say: Callable[[str], None], require_wanted: Callable[[], None]) -> None:
+    """Return once nobody holds the GPUs that `taken` tells of; `require_wanted` raises when they are wanted no more."""
     wanted: dict[str, list[str]] = {}
     for one in taken.holders:
         wanted.setdefault(one.node, []).append(one.lease)
     told_at, last = 0.0, ""
     while True:
+        require_wanted()
         left = holders(fleet, wanted)
         if not left:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import calendar
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,9 @@ from r4090c.remote import Fleet, NodeError, Shell
 
 STALE_S = 30.0
 """est.: an agent writes every 2 s; NFS may show that up to some seconds late. So long, too, may a start take."""
+
+HOLD_S = 30.0
+"""est.: who waits between two attempts says so every ten seconds (launch/attempts.py); so long after its death others wait."""
 
 LIST = r"""
 import json, os, time
@@ -53,7 +55,9 @@ def node_names(plan):
 
 def checkpoints(folder):
     try:
-        return sorted(name for name in os.listdir(folder) if os.path.exists(os.path.join(folder, name, "complete")))
+        steps = sorted(int(name[5:]) for name in os.listdir(folder) if name[:5] == "step_" and name[5:].isdigit())
+        names = ["step_%08d" % step for step in steps]  # neither .partial nor .old
+        return [name for name in names if os.path.exists(os.path.join(folder, name, "complete"))]
     except OSError:
         return []
 
@@ -80,6 +84,7 @@ def main(request):
         if request["only"]:
             attempted = os.path.join(folder, "attempt_%s" % plan.get("attempt"), "recipe.json")
             one["attempted"] = load(attempted)
+            one["between"] = load(os.path.join(folder, "between.json"))
             one["recipe"] = load(os.path.join(folder, "recipe.json")) or one["attempted"]
         one["checkpoints"] = checkpoints(os.path.join(folder, "checkpoints")) if request["only"] else []
         one["stop"] = load(os.path.join(folder, "stop.json")) if request["only"] else None
@@ -112,16 +117,29 @@ def main(request):
 
 
 WRITE = r"""
-import os
+import json, os, time
 
 def main(request):
-    aside = request["path"] + ".tmp"
+    aside, path, told = request["path"] + ".tmp", request["path"], request["told"]
     try:
+        if told is None:
+            os.unlink(path)
+            return None
+        if "for_s" in told:
+            told["until"] = time.time() + told.pop("for_s")
+            try:
+                with open(path) as handle:
+                    before = json.load(handle)
+                if before["id"] != told["id"] and before["until"] > time.time():
+                    return before
+            except (OSError, ValueError, KeyError, TypeError):
+                pass
         with open(aside, "w") as handle:
-            handle.write(request["text"])
-        os.replace(aside, request["path"])
-    except OSError as error:
-        return error.strerror
+            json.dump(told, handle)
+        os.replace(aside, path)
+    except OSError:
+        pass
+    return None
 """
 
 
@@ -150,6 +168,8 @@ class Run:
     placement: str | None = None
     attempted: Mapping[str, Any] | None = None
     """The recipe of the last attempt, whether or not the ranks took it; told by `find_run` only."""
+    between: Mapping[str, Any] | None = None
+    """Who is about to start its next attempt ("id", "who"); told by `find_run` only."""
     stopped_by: str | None = None
     """Who ended it by `r4090c stop`, since its last start; told by `find_run` only."""
 
@@ -228,8 +248,16 @@ def _run(one: Mapping[str, Any], now: float) -> Run:
         attempted=one.get("attempted"),
         checkpoints=tuple(one["checkpoints"]),
         placement=placement_of(one["agents"]),
+        between=_between(one.get("between"), now),
         stopped_by=str(one["stop"].get("by")) if isinstance(one.get("stop"), dict) else None,
     )
+
+
+def _between(told: object, now: float) -> Mapping[str, Any] | None:
+    """Return who is about to start the next attempt, None when nobody is any more."""
+    if not isinstance(told, dict) or not isinstance(told.get("until"), (int, float)) or told["until"] < now:
+        return None
+    return told
 
 
 def placement_of(agents: Mapping[str, Mapping[str, Any]]) -> str | None:
@@ -261,8 +289,18 @@ def note_stop(fleet: Fleet, run: Run, by: str) -> None:
 
     A folder that cannot be written is no reason not to stop: then only what runs now is ended.
     """
-    text = json.dumps({"by": by, "time": time.time()})
-    ask_any(fleet, WRITE, {"path": str(RunPaths(PurePosixPath(run.run_dir)).stop), "text": text})
+    told = {"by": by, "time": time.time()}
+    ask_any(fleet, WRITE, {"path": str(RunPaths(PurePosixPath(run.run_dir)).stop), "told": told})
+
+
+def hold_between(fleet: Fleet, run_dir: str, me: Mapping[str, str] | None) -> str | None:
+    """Note for HOLD_S that `me` is about to start the next attempt; return who else is, or None. None = nobody is any more.
+
+    A folder that cannot be written keeps nobody from going on. Raises CouldNotTell when no node answers.
+    """
+    told = None if me is None else {**me, "for_s": HOLD_S}
+    other = ask_any(fleet, WRITE, {"path": str(RunPaths(PurePosixPath(run_dir)).between), "told": told})
+    return str(other.get("who")) if isinstance(other, dict) else None
 
 
 def ask_any(fleet: Fleet, source: str, request: object, nodes: Sequence[str] | None = None) -> Any:

@@ -119,6 +119,8 @@ class Plan:
     nodes: tuple[NodePlan, ...]
     hang: Hang | None = None
     """When a rank that makes no progress ends the attempt; None = never."""
+    options: tuple[str, ...] = ()
+    """Of `r4090c launch`, that hold for the attempts after this one as well: --no-gate, --anyway."""
     warnings: tuple[str, ...] = ()
     """What is doubtful about the variables that people set themselves (launch.env_lint), one line each."""
     forecast: Mapping[str, Any] | None = None
@@ -140,6 +142,7 @@ class Job:
     env: Mapping[str, str] | None = None
     affinity: bool = True
     hang: Hang | None = HANG
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +243,7 @@ def make_plan(
         grace_s=GRACE_S,
         nodes=tuple(planned),
         hang=job.hang,
+        options=job.options,
         warnings=warnings,
     )
 
@@ -388,6 +392,7 @@ def plan_from(told: Mapping[str, Any]) -> Plan:
         "nodes": tuple(node(one) for one in told["nodes"]),
         "script": tuple(told["script"]),
         "warnings": tuple(told.get("warnings", ())),
+        "options": tuple(told.get("options", ())),
         "hang": None if hang is None else Hang(**hang),
     }
     return Plan(**{**told, **parts})

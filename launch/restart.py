@@ -13,12 +13,14 @@ from typing import Literal
 from launch.causes import Mends
 from launch.diagnose import Cause, why_mends
 
-WITHOUT_PROGRESS = 3
-"""est.: a fault that three attempts in a row met before the next checkpoint is met by the fourth as well."""
+WITHOUT_PROGRESS = 6
+"""est.: with the waits between them six attempts take some seven minutes: longer than a server or a switch needs to boot."""
 BLAMED_TWICE = 2
 """est.: a rank that dies on the same node twice without a checkpoint between dies of the node as likely as of the script."""
-FIRST_WAIT_S, LONGEST_WAIT_S = 10.0, 300.0
-"""est.: waits between attempts without progress, doubled each time: a driver reloads, a port is freed, a disk is cleared."""
+FIRST_WAIT_S, GROWTH, LONGEST_WAIT_S = 10.0, 3.0, 300.0
+"""est.: waits between attempts without progress: none, 10 s, 30 s, …: a driver reloads, a port is freed, a server comes back."""
+POLL_S = 10.0
+"""est.: how often a node that does not answer is asked again."""
 RETURN_S = 300.0
 """est.: a box with eight GPUs boots in three to five minutes; so long fewer nodes do not go on without it."""
 GIVE_UP_S = 1800.0
@@ -27,14 +29,22 @@ REST_S = 1800.0
 """est.: how long a node that failed a run is left out as a spare, and warned about when it is launched on."""
 
 
+NO_CULPRIT = frozenset({"collective-hung", "collective-timeout", "nccl-error", "peer-gone", "ranks-out-of-step", "unknown"})
+"""Causes that name a node only because something must stand there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One attempt that failed. `saved_step`: of the last complete checkpoint there was at its end, None = none."""
+    """One attempt that failed. `saved_step`: of the last complete checkpoint there was at its end, None = none.
+
+    `left`: nodes where something of it would not end.
+    """
 
     nodes: tuple[str, ...]
     cause: Cause
     mends: Mends
     saved_step: int | None
+    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +95,26 @@ def decide(history: Sequence[Ended], stock: Stock, refuses: Callable[[int], str 
         held = "no checkpoint" if last.saved_step is None else f"none after step {last.saved_step}"
         return Decision("give-up", f"{fruitless} attempts in a row saved no new checkpoint ({held})")
     rest = _blamed(history, fruitless)
-    wait_s = 0.0 if fruitless <= 1 else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (fruitless - 2))
-    out = {**stock.resting, **rest}
-    kept = [name for name in last.nodes if name in stock.answering and name not in out]
+    wait_s = 0.0 if fruitless <= 1 else min(LONGEST_WAIT_S, FIRST_WAIT_S * GROWTH ** (fruitless - 2))
+    out = {**stock.resting, **rest}  # for spares; a node that somebody chose is used although it failed another run
+    kept = [name for name in last.nodes if name in stock.answering and name not in rest]
     missing = [name for name in last.nodes if name not in kept]
     if not missing:
         return Decision("again", "on the same nodes", last.nodes, wait_s, rest)
-    why = "; ".join(f"{name}: {out.get(name, 'does not answer')}" for name in missing)
+    why = "; ".join(f"{name}: {rest.get(name, 'does not answer')}" for name in missing)
     spares = [name for name in stock.spares if name in stock.answering and name not in out and name not in last.nodes]
     if len(spares) >= len(missing):
         instead = dict(zip(missing, spares, strict=False))
         told = ", ".join(f"{spare} for {name}" for name, spare in instead.items())
         return Decision("again", f"with {told} ({why})", tuple(instead.get(name, name) for name in last.nodes), wait_s, rest)
-    may_return = [name for name in missing if name not in out]
+    may_return = [name for name in missing if name not in rest]
     if may_return and stock.waited_s < policy.return_s:
-        return Decision("wait", f"{', '.join(may_return)} may come back", wait_s=FIRST_WAIT_S, rest=rest)
+        return Decision("wait", f"{', '.join(may_return)} may come back", wait_s=POLL_S, rest=rest)
     for many in range(len(kept), 0, -1):
         if refuses(many) is None:
             return Decision("again", f"on {many} of {len(last.nodes)} nodes ({why})", tuple(kept[:many]), wait_s, rest)
     if may_return and stock.waited_s < policy.give_up_s:
-        return Decision("wait", f"{', '.join(may_return)} may come back", wait_s=FIRST_WAIT_S, rest=rest)
+        return Decision("wait", f"{', '.join(may_return)} may come back", wait_s=POLL_S, rest=rest)
     fewer = f"; on {len(kept)} nodes: {refuses(len(kept))}" if kept else ""
     return Decision("give-up", f"nothing takes the place of {', '.join(missing)} ({why}{fewer})", rest=rest)
 
@@ -123,9 +133,12 @@ def without_progress(history: Sequence[Ended]) -> int:
 
 
 def _blamed(history: Sequence[Ended], fruitless: int) -> dict[str, str]:
-    """Return the node that is to be left out from now on, with the reason."""
+    """Return the nodes that are to be left out from now on, with the reason."""
     last = history[-1]
-    if last.cause.node not in last.nodes:
+    stuck = {name: "what ran there would not end, even by SIGKILL" for name in last.left if name in last.nodes}
+    if stuck:
+        return stuck
+    if last.cause.node not in last.nodes or last.cause.kind in NO_CULPRIT:
         return {}
     if last.mends == "other-node":
         return {last.cause.node: last.cause.summary}

@@ -30,13 +30,13 @@ from launch.recipe import (
     world_sizes_allowed,
 )
 from launch.site import Measured, Site, between_nodes, site_of
-from launch.supervise import Supervisor
+from launch.supervise import NOBODY_S, Supervisor
 from launch.sync import PROJECT, digest_of, our_files, sync, user_files
 from netcheck.judge import exit_code
 from netcheck.measure.job import Level
 from netcheck.p2p import fingerprint
 from netcheck.preflight import run_preflight
-from r4090c.errors import CheckFailed, CouldNotTell, Exit, R4090cError, UsageError
+from r4090c.errors import CheckFailed, CouldNotTell, Exit, R4090cError, TrainingFailed, UsageError
 from r4090c.model import Cluster, Finding, Node, NodeFacts, P2pProof, PortTest, Status
 from r4090c.paths import RunPaths, SharedPaths, new_run_id
 from r4090c.remote import Fleet
@@ -74,6 +74,11 @@ class Wish:
     """True = wait for GPUs that another run holds."""
     hang: Hang | None = HANG
     """When a rank that makes no progress ends the attempt; None = never."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options of `launch` that hold for every attempt of the run."""
+        return (*(() if self.gate else ("--no-gate",)), *(("--anyway",) if self.anyway else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +124,13 @@ def prepare(fleet: Fleet | None, cluster: Cluster, wish: Wish) -> Prepared:
     places = ("--recipe", str(run.attempt_recipe(attempt)), "--run-dir", str(run.root), "--data-dir", str(shared.data))
     script = f"train/{recipe['script']}"
     name = previous.recipe if previous and wish.again else wish.label or recipe["name"]
-    job = Job(name, script, (*places, *wish.args), nproc, recipe["steps"], wish.env, wish.affinity, wish.hang)
+    job = Job(name, script, (*places, *wish.args), nproc, recipe["steps"], wish.env, wish.affinity, wish.hang, wish.options)
     return Prepared(job, run, attempt, recipe, our_files(), nodes, _not_taken(previous, wish))
+
+
+def extra_arguments(plan: Plan) -> tuple[str, ...]:
+    """Return the arguments that a recipe's launch was given after `--`: they follow the script and its three places."""
+    return plan.script[1 + 2 * 3 :]
 
 
 def _prepare_script(fleet: Fleet | None, cluster: Cluster, wish: Wish, runs_folder: PurePosixPath) -> Prepared:
@@ -138,7 +148,7 @@ def _prepare_script(fleet: Fleet | None, cluster: Cluster, wish: Wish, runs_fold
     files = {**our_files(), **user_files(script, wish.code)}
     name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in script.stem).strip("-") or "script"
     own = f"user/{script.resolve().relative_to(root).as_posix()}"
-    job = Job(name, own, wish.args, wish.nproc, None, wish.env, wish.affinity, wish.hang)
+    job = Job(name, own, wish.args, wish.nproc, None, wish.env, wish.affinity, wish.hang, wish.options)
     if not wish.again:
         return Prepared(job, RunPaths(runs_folder / new_run_id(name)), 1, None, files, wish.nodes)
     assert fleet is not None and wish.resume
@@ -159,6 +169,9 @@ def _resumed_recipe(previous: Run, name: str | None, wish: Wish) -> dict[str, An
     """Return the recipe of the run that is resumed, with this launch's --set applied; `name`: of the recipe asked for."""
     if previous.state == "running":
         raise UsageError(f"run {previous.id}", "still runs", "a run that has ended", f"r4090c stop {previous.id}")
+    if previous.between is not None:
+        told = f"{previous.between.get('who')} is about to start its next attempt"
+        raise UsageError(f"run {previous.id}", told, "a run that nobody supervises", f"r4090c stop {previous.id}   (ends that)")
     copied = ((previous.resolved or {}).get("checkpoint") or {}).get("copy_to")
     if not previous.checkpoints and not copied:
         observed = "has no complete checkpoint to continue from"
@@ -244,9 +257,10 @@ def gate(findings: Sequence[Finding]) -> None:
         lines.append(f"{one.subject}: {one.check}: {one.observed}{expected}\n    mend: {one.remedy}")
     more = f"\n  and {len(bad) - 5} more" if len(bad) > 5 else ""
     kind = CheckFailed if code == Exit.FAILED else CouldNotTell
+    nodes = {one.subject.partition("/")[0] for one in bad}
     raise kind(
-        "the cluster is not fit to launch on",
-        "\n  " + "\n  ".join(lines) + more,
+        nodes.pop() if len(nodes) == 1 else "the cluster",
+        "not fit to launch on\n  " + "\n  ".join(lines) + more,
         "",
         "r4090c preflight   (or launch with --no-gate)",
     )
@@ -397,25 +411,44 @@ def known_port_tests(cluster: Cluster) -> dict[str, dict[str, PortTest]]:
 
 
 def start(
-    fleet: Fleet, cluster: Cluster, wish: Wish, say: Callable[[str], None], announce: Callable[[Plan], None] = lambda plan: None
+    fleet: Fleet,
+    cluster: Cluster,
+    wish: Wish,
+    say: Callable[[str], None],
+    announce: Callable[[Plan], None] = lambda plan: None,
+    me: Mapping[str, str] | None = None,
+    nobody_s: float = NOBODY_S,
 ) -> Supervisor:
     """Check, sync, plan and start; return the supervisor of the running attempt. Raises R4090cError; nothing is left then.
 
     `announce(plan)` is called before anything runs: from then on the run has an id that can be stopped.
     Facts are gathered and the code is synced at the same time; the gate judges before any rank starts. Raises GpusTaken where
-    another run holds the GPUs, or waits for them (`wish.queue`).
+    another run holds the GPUs, or waits for them (`wish.queue`). `me`: of the supervisor of the attempts before; `nobody_s`: see
+    Supervisor.
     """
+
+    def require_wanted() -> None:
+        by = find_run(fleet, cluster, wish.resume).stopped_by if wish.again and wish.resume else None
+        if by:
+            raise TrainingFailed(f"run {wish.resume}", f"stopped by {by}", "", f"r4090c launch --resume {wish.resume}")
+
     while True:
         try:
-            return _start(fleet, cluster, wish, say, announce)
+            return _start(fleet, cluster, wish, say, announce, me, nobody_s)
         except GpusTaken as taken:
             if not wish.queue:
                 raise
-            wait_until_free(fleet, taken, say)
+            wait_until_free(fleet, taken, say, require_wanted)
 
 
 def _start(
-    fleet: Fleet, cluster: Cluster, wish: Wish, say: Callable[[str], None], announce: Callable[[Plan], None]
+    fleet: Fleet,
+    cluster: Cluster,
+    wish: Wish,
+    say: Callable[[str], None],
+    announce: Callable[[Plan], None],
+    me: Mapping[str, str] | None,
+    nobody_s: float,
 ) -> Supervisor:
     prepared = prepare(fleet, cluster, wish)
     if prepared.recipe is not None:
@@ -456,10 +489,10 @@ def _start(
     files = {str(prepared.run.facts): json.dumps({name: asdict(fact) for name, fact in facts.items()}, default=str)}
     if prepared.recipe is not None:
         files[str(prepared.run.attempt_recipe(prepared.attempt))] = json.dumps(prepared.recipe, indent=1)
-    supervisor = Supervisor(fleet, plan, secrets.token_hex(16))
+    supervisor = Supervisor(fleet, plan, secrets.token_hex(16), me=me, nobody_s=nobody_s)
     announce(plan)
     say(f"starting {plan.world_size} ranks on {', '.join(names)}")
-    supervisor.start(files)
+    supervisor.start(files, again=wish.again)
     return supervisor
 
 

@@ -35,6 +35,8 @@ UNREACHABLE_S = 5.0
 """est.: how long reopening is tried, once the other nodes have ended, before the node counts as lost."""
 NOBODY_S = 30.0
 """est.: when no node at all answers for this long, the controller's own network is the likelier fault."""
+PATIENT_S = 1800.0
+"""est.: a supervisor that starts runs again outlasts a reboot of its own router or switch; the agents go on without it."""
 STOP_GRACE_S = 5.0
 """est.: what an agent gets to end its ranks when asked to stop."""
 STOP_ANSWER_S = 45.0
@@ -88,13 +90,27 @@ class Outcome:
 class Supervisor:
     """One attempt of one run."""
 
-    def __init__(self, fleet: Fleet, plan: Plan, token: str | None) -> None:
-        """`token` None: the attempt was started by another supervisor, which is gone."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        plan: Plan,
+        token: str | None,
+        *,
+        me: Mapping[str, str] | None = None,
+        nobody_s: float = NOBODY_S,
+        successor: bool = False,
+    ) -> None:
+        """`token` None: another supervisor started the attempt, and this one only looks on until the lead's lock is free.
+
+        `successor`: that one has handed it over to us, so that we supervise also when the attempt has ended by now.
+        `me`: what `who_i_am` returned for the attempts before. `nobody_s`: how long it may be that no node answers at all.
+        """
         self.fleet = fleet
         self.plan = plan
-        self.me = {"id": secrets.token_hex(8), "who": f"{account()}@{os.uname().nodename}, process {os.getpid()}"}
-        self.supervised_by: str | None = None
-        """Another controller that supervises this run; then this one only looks on."""
+        self.me = me or who_i_am()
+        self.supervises = token is not None or successor
+        self._other: str | None = None
+        self._nobody_s = nobody_s
         self.paths = RunPaths(PurePosixPath(plan.run_dir))
         self._token = token
         self._queue: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
@@ -110,9 +126,10 @@ class Supervisor:
 
     # ------------------------------------------------------------------ start
 
-    def start(self, files: Mapping[str, str]) -> None:
+    def start(self, files: Mapping[str, str], *, again: bool = False) -> None:
         """Start the agent on every node; `files` (path -> text) are written by the lead first.
 
+        `again`: nobody asked for it but the supervisor of the attempt before, so it is refused once the run has been stopped.
         Raises the first NodeError or TrainingFailed; then nothing is left running.
         """
         plan = plan_json(self.plan)
@@ -131,7 +148,9 @@ class Supervisor:
                 request["folders"] = [str(folder) for folder in folders]
                 text = json.dumps(plan, indent=1)
                 request["files"] = {str(self.paths.plan): text, str(self.paths.attempt_plan(self.plan.attempt)): text, **files}
-                request["outdated"] = [str(self.paths.diagnosis), str(self.paths.stop)]
+                request["outdated"] = [str(self.paths.diagnosis), str(self.paths.between)]
+                request["outdated"] += [] if again else [str(self.paths.stop)]
+                request["unless"] = str(self.paths.stop) if again else None
             done = shell.run(
                 ["python3", "-I", "-S", f"{self.plan.code.tree}/launch/agent.py", "start"],
                 stdin=json.dumps(request).encode(),
@@ -262,15 +281,15 @@ class Supervisor:
 
     def _note_supervisor(self, told: Mapping[str, Any], watcher: Watcher) -> None:
         other = None if told.get("id") == self.me["id"] else str(told.get("who"))
-        if other is not None and self.supervised_by is None:
+        if other is not None and other != self._other:
             watcher.note(f"{other} supervises this run; looking on only")
-        elif other is None and self.supervised_by is not None:
-            watcher.note(f"{self.supervised_by} is gone; supervising from here on")
-        self.supervised_by = other
+        elif other is None and self._other is not None:
+            watcher.note(f"{self._other} is gone; supervising from here on")
+        self._other, self.supervises = other, other is None
 
     def _stop_the_late(self, watcher: Watcher) -> None:
         """Stop the nodes that go on long after another has ended badly: their agents may not have met it yet."""
-        if self.supervised_by is not None:
+        if not self.supervises:
             return
         if self._ended_badly_at is None:
             if any(view.over and view.outcome != "done" for view in self._views.values()):
@@ -281,17 +300,17 @@ class Supervisor:
             if late:
                 watcher.note(f"stopping {', '.join(late)}, which went on although the attempt had ended elsewhere")
                 by = "the supervisor (the attempt had ended elsewhere)"
-                ask = {"by": by, "token": self._token, "follows": True}
+                ask = {"by": by, "token": self._token, "starts": self._starts(), "follows": True}
                 threading.Thread(target=stop_run, args=(self.fleet, self.plan.run_id, late), kwargs=ask, daemon=True).start()
 
     def _finished(self) -> bool:
         now = time.monotonic()
         views = self._views.values()
         silent = [view for view in views if not view.over and view.silent_since is not None]
-        if len(silent) == len(self._views) and all(now - (view.silent_since or now) > NOBODY_S for view in silent):
+        if len(silent) == len(self._views) and all(now - (view.silent_since or now) > self._nobody_s for view in silent):
             raise CouldNotTell(
                 self.plan.run_id,
-                f"no node has answered for {NOBODY_S:g} s: {silent[0].why}",
+                f"no node has answered for {self._nobody_s:g} s: {silent[0].why}",
                 "at least one reachable node",
                 "r4090c jobs   (the run goes on without us)",
             )
@@ -307,8 +326,9 @@ class Supervisor:
             return Outcome("done", None)
         unreachable = {name: view.why for name, view in views.items() if not view.over}
         reachable = [name for name in views if name not in unreachable]
-        looks_on = self.supervised_by is not None
-        left = {} if looks_on else self.stop("the supervisor (the attempt had ended)", only=reachable, follows=True).left
+        left: Mapping[str, Sequence[int]] = {}
+        if self.supervises:
+            left = self.stop("the supervisor (the attempt had ended)", only=reachable, follows=True).left
         events = [event for view in views.values() if view.state is not None for event in view.state.get("events", [])]
         for name, view in views.items():
             if view.over and view.outcome is None:
@@ -322,7 +342,7 @@ class Supervisor:
             ssh={name: ssh_command(self.fleet.nodes[name]) for name in self.names},
         )
         outcome = "stopped" if cause.kind == "stopped" else "failed"
-        if not looks_on:
+        if self.supervises:
             self._write_diagnosis(cause, reachable)
         return Outcome(outcome, cause, left)
 
@@ -352,7 +372,16 @@ class Supervisor:
         """
         self.leave()
         names = self.names if only is None else only
-        return stop_run(self.fleet, self.plan.run_id, names, by, token=self._token, follows=follows)
+        return stop_run(self.fleet, self.plan.run_id, names, by, token=self._token, starts=self._starts(), follows=follows)
+
+    def _starts(self) -> dict[str, str]:
+        """Return node -> what its agent's start is called, as far as it was heard: for whoever has no token."""
+        return {name: str(view.state["start_name"]) for name, view in self._views.items() if view.state is not None}
+
+
+def who_i_am() -> dict[str, str]:
+    """Return what this controller is called between supervisors: an id, and words for people."""
+    return {"id": secrets.token_hex(8), "who": f"{account()}@{os.uname().nodename}, process {os.getpid()}"}
 
 
 def account() -> str:
@@ -390,15 +419,25 @@ class Stopped:
 
 
 def stop_run(
-    fleet: Fleet, run_id: str, nodes: Sequence[str], by: str, *, token: str | None = None, follows: bool = False
+    fleet: Fleet,
+    run_id: str,
+    nodes: Sequence[str],
+    by: str,
+    *,
+    token: str | None = None,
+    starts: Mapping[str, str] | None = None,
+    follows: bool = False,
 ) -> Stopped:
     """End run `run_id` on `nodes`: ask each agent, then sweep what carries the run's mark. Can be said twice.
 
-    `token`: also keep the start that carries it from happening later. `follows`: this stop is not why the attempt ends.
+    `token`: also keep the start that carries it from happening later. `starts`: node -> the start that is meant, where there is
+    no token; without either whatever there is of the run is ended. `follows`: this stop is not why the attempt ends.
     """
 
     def one(shell: Shell) -> dict[str, Any]:
-        request = {"do": "stop", "run_id": run_id, "node": shell.node.name, "by": by, "token": token, "follows": follows}
+        name = shell.node.name
+        request = {"do": "stop", "run_id": run_id, "node": name, "by": by, "token": token, "follows": follows}
+        request["start_name"] = (starts or {}).get(name)
         value = shell.ask(AGENT, {**request, "grace_s": STOP_GRACE_S}, timeout_s=STOP_ANSWER_S).value
         assert isinstance(value, dict)
         return value

@@ -94,6 +94,11 @@ class RunPaths:
         return self.root / "diagnosis.json"
 
     @property
+    def between(self) -> PurePosixPath:
+        """Who is about to start the next attempt, and until when that holds. The start removes it."""
+        return self.root / "between.json"
+
+    @property
     def stop(self) -> PurePosixPath:
         """Who ended the run by `r4090c stop`: no supervisor starts it again. The next launch removes it."""
         return self.root / "stop.json"
@@ -117,6 +122,14 @@ class RunPaths:
     def attempt_recipe(self, number: int) -> PurePosixPath:
         """The resolved recipe that the training script reads in attempt `number`."""
         return self.attempt(number) / "recipe.json"
+
+    def stacks(self, number: int, rank: int) -> PurePosixPath:
+        """Where a rank stood when it hung (launch/hang.py)."""
+        return self.attempt(number) / f"stacks-{rank}.txt"
+
+    def flight(self, number: int, rank: int) -> PurePosixPath:
+        """What torch's flight recorder had of a rank that hung (launch/hang.py)."""
+        return self.attempt(number) / f"flight-{rank}"
 
     def rank_log(self, number: int, rank: int) -> PurePosixPath:
         """Log of one global rank in attempt `number`."""

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.cli import run as run_cli
 from tests.cli import start
 
-pytest.importorskip("numpy")
+np = pytest.importorskip("numpy")
 RECORDS = [
     {"text": "plain"},
     {"instruction": "Add", "input": "1 2", "output": "3"},
@@ -73,9 +74,15 @@ def test_what_is_written_is_told_in_json_and_for_people(tmp_path: Path) -> None:
         key: manifest[key] for key in ("sha256", "tokens", "documents", "packing")
     }
     assert (told["documents"], told["packing"], told["folder"]) == (3, "whole", str(tmp_path / "out"))
+    starts = np.fromfile(tmp_path / "out" / "documents.bin", "<u8")
+    short, middle, longest = sorted(np.diff(starts).tolist())
+    assert told["document_tokens"] == {"p50": middle, "p90": longest, "p99": longest, "longest": longest} and short < middle
     again = prepare(tmp_path)
     assert again.returncode == 0
     assert f"{manifest['tokens']} tokens in 3 documents (1 chat, 1 instruction, 1 text; 0 bad)" in again.stdout
+    assert f"50 % have at most {middle}, 90 % have at most {longest}, 99 % have at most {longest}, the longest" in again.stdout
+    (pasted,) = (line for line in again.stdout.splitlines() if line.startswith("  data: "))
+    assert yaml.safe_load(pasted) == {"data": {"kind": "prepared", "path": "out", "sequence_length": 64}}
 
 
 def test_bad_records_and_wrong_words_end_with_their_exit_codes(tmp_path: Path) -> None:

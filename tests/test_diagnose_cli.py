@@ -45,7 +45,7 @@ def told_json(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int 
     done, output, errors = diagnose(capsys, *words, "--json")
     assert done == code, output + errors
     told: dict[str, Any] = json.loads(output)
-    assert told["schema"] == "r4090c.diagnosis/1"
+    assert told["schema"] == "r4090c.diagnose/1"
     return told
 
 

@@ -229,8 +229,8 @@ def require_same(saved: Saved, recipe: Recipe, world_size: int, data_sha256: str
             file,
             f"saved by {counted(manifest['world_size'], 'rank')}, this run has {world_size}",
             f"{counted(manifest['world_size'], 'rank')}: {why}",
-            f"start {counted(manifest['world_size'], 'rank')}, {'' if quantized else 'set elastic: true, '}or begin anew with another "
-            "--run-dir (`r4090c export` needs no ranks at all)",
+            f"start {counted(manifest['world_size'], 'rank')}, {'' if quantized else 'set elastic: true, '}or begin anew with "
+            "another --run-dir (`r4090c export` needs no ranks at all)",
         )
     if manifest["data_sha256"] != data_sha256:
         raise Stop(

@@ -139,9 +139,7 @@ def _globs(data: Data) -> list[str]:
     return [pattern.replace("{stdlib}", sysconfig.get_path("stdlib")) for pattern in data.sources or []]
 
 
-def open_prepared(
-    folder: Path, sequence_length: int, verify: bool = False, named: str = "data.path in the recipe"
-) -> Prepared:
+def open_prepared(folder: Path, sequence_length: int, verify: bool = False, named: str = "data.path in the recipe") -> Prepared:
     """Return what lies in a folder of `r4090c data prepare`. Raises Stop where that is not what its manifest says.
 
     Sizes always; hashes as well with `verify`, up to HASHED_BYTES. `named`: where somebody wrote the folder's name.
@@ -247,7 +245,7 @@ class Samples:
         self.sequence_at = Order(self.count, seed).at
 
     def _lay_out(self) -> tuple[Any, Any, Laid]:
-        """Return pieces [n, 2] (begin and end in tokens.bin), the first piece of each sequence (and one past the last), figures."""
+        """Return pieces [n, 2] (begin and end in tokens.bin), the first of each sequence (and one past the last), and figures."""
         import numpy as np
 
         length, total, long = self.sequence_length, self.prepared.tokens, 0

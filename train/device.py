@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from train.errors import Stop
+from train.errors import Stop, counted
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 KEPT_BYTES = 2**31 - 1
@@ -39,7 +39,7 @@ def choose_device(local_rank: int) -> Device:
         device = Device("cuda", f"cuda:{local_rank}", "nccl")
         torch.cuda.set_device(local_rank)
     else:
-        expected = f"at most {gpus} ranks on this node, torch sees that many GPUs"
+        expected = f"at most {counted(gpus, 'rank')} on this node: torch sees so many GPUs"
         raise Stop(f"local rank {local_rank}", "has no GPU", expected, "start fewer ranks, or look at CUDA_VISIBLE_DEVICES")
     os.environ["DS_ACCELERATOR"] = device.kind
     return device

@@ -169,9 +169,9 @@ def evaluate(
 
 
 def tokenizers_differ(found: feed.Found, recipe: Recipe, weights: Weights | None, data_dir: Path) -> str:
-    """Return a notice when nothing tells whether the data `found` is of the model's tokenizer, else "". Raises Stop when it is not.
+    """Return a notice when nothing tells whether the data `found` is of the model's tokenizer, else "".
 
-    It is compared with the one beside the weights, and with the data's that the run was trained on.
+    Raises Stop when it is not. It is compared with the one beside the weights, and with the data's that the run was trained on.
     """
     beside = feed.require_same_tokenizer(found, weights)
     trained_on = feed.require_tokenizer_of_training(found, data_dir / (recipe.data.path or folder_name(recipe.data)))

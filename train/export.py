@@ -11,6 +11,7 @@ Runs on a CPU, needs no ranks, and reads nothing that the manifest's hashes do n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -198,9 +199,7 @@ def _save(model: Any, out: Path) -> None:
     model.save_pretrained(out, max_shard_size=SHARD)
 
 
-def _write_adapters(
-    partial: Path, out: Path, state: dict[str, Any], recipe: Recipe, weights: Weights | None
-) -> dict[str, Any]:
+def _write_adapters(partial: Path, out: Path, state: dict[str, Any], recipe: Recipe, weights: Weights | None) -> dict[str, Any]:
     """Write the adapters as peft has them into `partial`, which becomes `out`."""
     from safetensors.torch import save_file
 
@@ -293,18 +292,17 @@ def _bring_tokenizer(out: Path, recipe: Recipe, weights: Weights | None, data_di
 
 def _bring_template(out: Path, recipe: Recipe, data_dir: Path) -> tuple[str | None, str]:
     """Give the exported tokenizer the chat template of the data when it has none; return whose it has now, and a notice or ""."""
-    try:
-        manifest = json.loads((data_dir / recipe.data.path / "manifest.json").read_text(encoding="utf-8")) if recipe.data.path else {}
+    told = source = None
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the data may be gone, or of another kind
+        manifest = json.loads((data_dir / recipe.data.path / "manifest.json").read_text(encoding="utf-8"))
         told, source = manifest.get("template"), manifest.get("chat_template")
-    except (OSError, ValueError, AttributeError):
-        told, source = None, None  # the data may be gone
     own = own_template(out)
     if own is None and source:
         (out / TEMPLATE_FILE).write_text(source, encoding="utf-8")
         return f"of the data ({told})", ""
     if own is not None and source and own != source:
-        notice = f"the tokenizer keeps its own chat template, but the data was made with another (--template {told}): chat in that one"
-        return "of the tokenizer", notice
+        notice = f"the tokenizer keeps its own chat template, but the data was made with another (its --template: {told})"
+        return "of the tokenizer", f"{notice}: ask the model in that one"
     return ("of the tokenizer" if own is not None else None), ""
 
 

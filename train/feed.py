@@ -47,15 +47,17 @@ def require_same_tokenizer(found: Found, weights: Weights | None) -> str:
             "the tokenizer of the weights",
             f"r4090c data prepare … --tokenizer {file.parent}, or copy the data's tokenizer.json there if both give the same ids",
         )
+    return ""
 
 
-def require_tokenizer_of_training(found: Found, trained_on: Path) -> str:
-    """Return a notice when the held-out data `found` could not be compared with the folder `trained_on`, else "".
+def require_tokenizer_of_training(found: Found, training: Found | Path) -> str:
+    """Return a notice when the held-out data `found` could not be compared with what was trained on, or its folder, else "".
 
     Raises Stop when it is of another tokenizer: the model knows none of its tokens.
     """
-    if isinstance(found, images.ImageSet):
+    if isinstance(found, images.ImageSet) or isinstance(training, images.ImageSet):
         return ""
+    trained_on = training if isinstance(training, Path) else training.folder
     try:
         wanted = _tokenizer_of(trained_on)
     except (OSError, ValueError):
@@ -77,7 +79,7 @@ def _tokenizer_of(folder: Path) -> dict[str, str]:
 
 
 def told_of(samples: Samples, steps: int, samples_per_step: int) -> list[str]:
-    """Return what the data has become, in lines for people: `data …`, and `notice …` where most of it is cut or counts for nothing."""
+    """Return what the data has become, in lines for people, with a notice where most of it is cut or counts for nothing."""
     epochs = f"{counted(steps, 'step')} = {steps * samples_per_step / samples.count:.3g} epochs"
     if isinstance(samples, images.Images):
         return [f"data     {counted(samples.count, 'image')}; {epochs}"]
@@ -88,13 +90,13 @@ def told_of(samples: Samples, steps: int, samples_per_step: int) -> list[str]:
     lines = [f"data     {what}{counted(laid.sequences, 'sequence')} of {length:,} tokens{cut}{left}; {epochs}"]
     if laid.cut * 2 > laid.documents:
         lines.append(
-            f"notice   {laid.cut:,} of {counted(laid.documents, 'document')} are longer than data.sequence_length {length:,} and are "
-            "cut: their later parts are trained on without what stands before; `r4090c data prepare` tells the lengths"
+            f"notice   {laid.cut:,} of {counted(laid.documents, 'document')} are longer than data.sequence_length {length:,} and "
+            "cut: their later parts are learnt without what stands before; `r4090c data prepare` tells the lengths"
         )
     if laid.left_out * 2 > laid.pieces:
         lines.append(
-            f"notice   {laid.left_out:,} of {counted(laid.pieces, 'piece')} have no token that counts toward the loss and are left "
-            "out: raise data.sequence_length, or see `r4090c data prepare --dry-run`"
+            f"notice   {laid.left_out:,} of {counted(laid.pieces, 'piece')} have no token that counts toward the loss and are "
+            "left out: raise data.sequence_length, or see `r4090c data prepare --dry-run`"
         )
     return lines
 

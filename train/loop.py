@@ -26,9 +26,9 @@ from train.board import Boards
 from train.copies import Copies
 from train.data import first_position, prefetch
 from train.device import Device, choose_precision, memory_peaks_gib
-from train.errors import FAILED, Stop
+from train.errors import FAILED, Stop, counted
 from train.evaluate import held_out_loss
-from train.feed import Found, samples_of
+from train.feed import Found, samples_of, told_of
 from train.flops import least_step_s
 from train.loss import count_targets
 from train.metrics import Heartbeat, Metrics, metrics_line
@@ -149,8 +149,8 @@ def describe(recipe: Recipe, engine: Any, place: Place, device: Device, precisio
             f"recipe   {recipe.name}: {recipe.description}",
             f"model    {recipe.model.family}, {parameters:,} parameters, {precision}{method}",
             f"ranks    {place.world_size} x {name}, {dist.get_backend()}, ZeRO stage {engine.zero_optimization_stage()}",
-            f"step     {units:,} {recipe.unit} = {each} x {recipe.gradient_accumulation} accumulated x {place.world_size} ranks; "
-            f"{recipe.steps} steps",
+            f"step     {units:,} {recipe.unit} = {each} x {recipe.gradient_accumulation} accumulated x "
+            f"{counted(place.world_size, 'rank')}; {counted(recipe.steps, 'step')}",
             f"data     {prepared}",
             f"software torch {torch.__version__}, deepspeed {deepspeed.__version__}",
         ]
@@ -194,6 +194,11 @@ def train(
     samples = samples_of(prepared, recipe.data, recipe.seed)
     evaluated = samples_of(held_out, recipe.eval.data, recipe.seed, augment=False) if held_out and recipe.eval.data else None
     global_batch = recipe.samples_per_step(place.world_size)
+    checkpoint_bytes = state_bytes(engine, recipe.optimizer.name, all_weights=recipe.method == "full")
+    if place.rank == 0:
+        notice = checkpoint.no_room(run / "checkpoints", checkpoint_bytes)
+        lines = [*told_of(samples, recipe.steps, global_batch), *([f"notice   {notice}"] if notice else [])]
+        print("\n".join(lines), flush=True)
     units_per_step = global_batch * recipe.units_per_sample
     watch = LossWatch(recipe.loss_spike)
     copies = Copies(recipe.checkpoint, run.name) if metrics and recipe.checkpoint.copy_to else None
@@ -248,7 +253,7 @@ def train(
                 device,
                 place.rank,
                 place.world_size,
-                partial(heartbeat.beat, "train", step),
+                partial(heartbeat.beat, "eval", step),
             )
         if metrics and boards:
             mfu = least_s / step_time_s if least_s else None
@@ -274,7 +279,7 @@ def train(
                 ranks,
                 manifest,
                 recipe.checkpoint,
-                needed_bytes=state_bytes(engine, recipe.optimizer.name, all_weights=recipe.method == "full"),
+                needed_bytes=checkpoint_bytes,
                 in_use=copies.in_use() if copies else (),
             )
             if copies:

@@ -27,7 +27,7 @@ TREE = Path(__file__).resolve().parent.parent
 sys.path[0] = str(TREE)  # was train/: its data.py, model.py would hide other packages' modules of that name
 
 from train import checkpoint, copies, feed, startup, storage  # noqa: E402
-from train.errors import Stop  # noqa: E402
+from train.errors import Stop, counted  # noqa: E402
 from train.metrics import Heartbeat, replace_file  # noqa: E402
 from train.recipe import deepspeed_config, read_recipe  # noqa: E402
 from train.weights import find_weights  # noqa: E402
@@ -87,13 +87,17 @@ def run(arguments: argparse.Namespace) -> None:
     if rank == 0 and recipe.checkpoint.copy_to:
         copies.check_url(recipe.checkpoint.copy_to)
     weights = find_weights(recipe.model, arguments.data_dir.parent / "models")
-    prepared, held_out = (
-        feed.find_data(wanted, recipe.model, arguments.data_dir, prepares=rank == 0, timeout_s=timeout_s) if wanted else None
-        for wanted in (recipe.data, recipe.eval.data if recipe.eval.every_steps else None)
-    )
-    assert prepared is not None
-    feed.require_same_tokenizer(prepared, weights)
+    data_dir = arguments.data_dir
+    prepared = feed.find_data(recipe.data, recipe.model, data_dir, prepares=rank == 0, timeout_s=timeout_s)
+    notice, held_out = feed.require_same_tokenizer(prepared, weights), None
+    if recipe.eval.every_steps and recipe.eval.data:
+        named = "eval.data.path in the recipe"
+        held_out = feed.find_data(recipe.eval.data, recipe.model, data_dir, prepares=rank == 0, timeout_s=timeout_s, named=named)
+        feed.require_same_tokenizer(held_out, weights)
+        feed.require_tokenizer_of_training(held_out, prepared)
     if rank == 0:
+        if notice:
+            print(f"notice   {notice}", flush=True)
         if held_out and held_out.sha256 == prepared.sha256:
             print("notice   eval.data is the data that is trained on: eval_loss says nothing about new text", flush=True)
         for name in checkpoint.remove_half_ones(checkpoints):
@@ -130,8 +134,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"ready    {watch}", flush=True)
         if start:
             changed = ", ".join(checkpoint.changed_keys(start, recipe)) or "nothing"
-            saved_by = f"{start.manifest['world_size']} ranks"
-            others = "" if saved_by == f"{world_size} ranks" else f", saved by {saved_by}, now {world_size}"
+            saved_by = int(start.manifest["world_size"])
+            others = "" if saved_by == world_size else f", saved by {counted(saved_by, 'rank')}, now {world_size}"
             print(f"resume   after step {start.step}{others}; changed in the recipe since: {changed}", flush=True)
     loop.train(recipe, engine, run_dir, prepared, place, device, start, heartbeat, held_out=held_out, profiled=arguments.profile)
     loop.leave_ranks(device)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-Phase = Literal["import", "init", "train", "checkpoint", "done"]
+Phase = Literal["import", "init", "train", "eval", "checkpoint", "done"]
 
 HEARTBEAT_EVERY_S = 1.0
 

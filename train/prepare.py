@@ -234,7 +234,8 @@ def _look_at(path: Path, size: int) -> None:
     if path.suffix.lower() == JSON or lines:
         if first[:1] + last == b"[]" and (not more or whole is None):
             raise Stop(path, "one JSON list", "a record a line", _by_jq(path, ".[]"))
-        if first + last == b"{}" and more:
+        over_lines = first == b"{" if lines else whole is None and first[:1] == b"{"  # a torn first record is a bad one
+        if over_lines and last == b"}" and more:
             remedy = f"{_by_jq(path, '.')}, or '.KEY[]' where the records are a list below a key"
             raise Stop(path, "JSON over several lines", "a record a line", remedy)
         if not lines:
@@ -332,8 +333,8 @@ def dry_run(options: argparse.Namespace, work: Work, workers: int) -> int:
         told = {"records": dict(+records), "bad_records": bad, "bad": list(reasons.lines())}
         print(json.dumps({**told, "tokenizer": writer.tokens.name, "template": writer.name, "examples": examples}))
     else:
-        for line in reasons.lines():
-            tell(line)
+        for told_reason in reasons.lines():
+            tell(told_reason)
         print(f"records  {', '.join(f'{many:,} {kind}' for kind, many in sorted((+records).items())) or 'none'}; bad: {bad:,}")
         print(f"template {writer.name}, tokenizer {writer.tokens.name} ({writer.tokens.vocab_size:,} tokens)")
         for one in examples:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt,
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # was train/
 
-from train.errors import Stop
+from train.errors import Stop, counted, reason
 
 BYTE_VALUES = 256
 
@@ -233,7 +233,7 @@ class Recipe(_Part):
         if not self.global_batch:
             return self
         if self.global_batch % (max(1, size) * world_size):
-            parts = f"micro-batches of {size or 'any size'} on {world_size} ranks"
+            parts = f"micro-batches of {size or 'any size'} on {counted(world_size, 'rank')}"
             raise Stop(
                 "recipe global_batch",
                 f"{self.global_batch} sequences a step cannot be divided into {parts}",
@@ -281,7 +281,7 @@ def read_recipe(file: Path) -> Recipe:
         else:
             content = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise Stop(file, " ".join(str(error).split()), "a readable recipe", "name the recipe with --recipe FILE") from None
+        raise Stop(file, " ".join(reason(error).split()), "a readable recipe", "name the recipe with --recipe FILE") from None
     return check(content, file)
 
 
@@ -318,7 +318,7 @@ def deepspeed_config(recipe: Recipe, file: Path, world_size: int, precision: str
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise Stop(file, str(error), "a DeepSpeed configuration in JSON", "correct ds_config in the recipe") from None
+        raise Stop(file, reason(error), "a DeepSpeed configuration in JSON", "correct ds_config in the recipe") from None
     if not isinstance(config, dict):
         raise Stop(file, f"a JSON {type(config).__name__}", "an object of DeepSpeed's keys", "correct the file")
     decided = {

@@ -20,9 +20,12 @@ CHUNK_BYTES = 64 << 20
 FLUSH_BYTES = 1 << 30
 """est.: so much is flushed to disk at once: 100 s at 10 MB/s, well within the limit above."""
 
+ROOM = ("room on the disk", "room in the quota")
+"""What is expected where fewer files would help."""
+
 _MEANING: dict[int, tuple[str, str]] = {
-    errno.ENOSPC: ("room on the disk", "make some (df -h, df -i), or lower checkpoint.keep"),
-    errno.EDQUOT: ("room in the quota", "make some (quota -s), or lower checkpoint.keep"),
+    errno.ENOSPC: (ROOM[0], "make some (df -h, df -i)"),
+    errno.EDQUOT: (ROOM[1], "make some (quota -s)"),
     errno.EROFS: ("a file system that can be written", "mount it read-write; after an error Linux makes it read-only: see dmesg"),
     errno.ESTALE: (
         "the folder that the NFS server exports",

@@ -179,7 +179,8 @@ class Reasons:
         for key, (why, places) in list(self.known.items())[:SHOWN_REASONS]:
             many, (file, line) = self.counts[key], places[0]
             more = "".join(f", {one if other == file else f'{other}:{one}'}" for other, one in places[1:])
-            yield f"{file}:{line}: {why}" if many == 1 else f"{many:,} records: {why} ({file}:{line}{more}{' …' * (many > SHOWN_PLACES)})"
+            more += ", …" if many > SHOWN_PLACES else ""
+            yield f"{file}:{line}: {why}" if many == 1 else f"{many:,} records: {why} ({file}:{line}{more})"
         left = self.others + sum(self.counts[key] for key in list(self.known)[SHOWN_REASONS:])
         if left:
             yield f"{left:,} more for other reasons"
@@ -190,7 +191,7 @@ def document_lengths(folder: Path) -> dict[str, int]:
 
     Exact, and in bounded memory: lengths are counted, a part of the file after the other.
     """
-    starts = np.memmap(folder / FILES[1], "<u8", "r")
+    starts: Any = np.memmap(folder / FILES[1], "<u8", "r")
     counts: Counter[int] = Counter()
     for begin in range(0, len(starts) - 1, BLOCK):
         lengths, many = np.unique(np.diff(starts[begin : begin + BLOCK + 1]), return_counts=True)

@@ -35,7 +35,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from train.checkpoint import STATE, Ranks, Saved
-from train.errors import FAILED, Stop
+from train.errors import FAILED, Stop, counted
 from train.recipe import zero_of
 from train.storage import refused
 
@@ -94,7 +94,7 @@ class Reader(TorchCheckpointEngine):
         if stage:
             before = zero_of(_mapped(self.model)["ds_config"]).get("round_robin_gradients", False)
             if before or engine.zero_round_robin_gradients():  # DeepSpeed then notes places that are not those of the numbers
-                remedy = f"start {saved.manifest['world_size']} ranks, as saved it"
+                remedy = f"start {counted(saved.manifest['world_size'], 'rank')}, as saved it"
                 raise Stop(folder, "its ds_config has round_robin_gradients", "shards in the order of the weights", remedy)
             files = [shard_in(folder, rank) for rank in range(saved.manifest["world_size"])]
             shards = [_mapped(file)[OPTIMIZER_STATE_DICT] for file in files]

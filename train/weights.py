@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.errors import Stop
+from train.errors import Stop, reason
 from train.recipe import Model
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -88,7 +88,7 @@ def _files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         expected = "JSON with weight_map, as transformers writes it"
-        raise Stop(index, f"{type(error).__name__}: {error}", expected, "copy the file again") from None
+        raise Stop(index, f"{type(error).__name__}: {reason(error)}", expected, "copy the file again") from None
     for name in names:
         if not (folder / name).is_file():
             raise Stop(folder / name, "is not there", f"one of {len(names)} files that {index.name} lists", "copy it there")
@@ -113,7 +113,7 @@ def _tensors(file: Path) -> list[tuple[str, str, int]]:
                 count *= dimension
             tensors.append((name, str(one["dtype"]), count))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise Stop(file, f"{error}", "a safetensors file", "copy the file again") from None
+        raise Stop(file, reason(error), "a safetensors file", "copy the file again") from None
     if 8 + length + end != size:
         raise Stop(file, f"{size} bytes", f"{8 + length + end}, as its header says", "copy the file again: it is cut off")
     return tensors

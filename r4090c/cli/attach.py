@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,18 @@ if TYPE_CHECKING:
 @click.command("attach")
 @click.argument("run_id", metavar="RUN")
 @restart_options
+@click.option("--successor", is_flag=True, hidden=True, help="The launch that started RUN hands it over (launch --detach).")
 @cluster_option
 @json_option
-def command(run_id: str, restart: bool | None, node_wait: float | None, cluster_file: str | None, as_json: bool) -> int:
+def command(
+    run_id: str,
+    restart: bool | None,
+    node_wait: float | None,
+    attempts: int | None,
+    successor: bool,
+    cluster_file: str | None,
+    as_json: bool,
+) -> int:
     """Follow RUN until it ends. Where its supervisor is gone (its terminal was closed, its machine rebooted), take over.
 
     Ctrl-C leaves: the run goes on. While another supervises the run, this one only looks on, and takes over when that is gone.
@@ -33,7 +43,7 @@ def command(run_id: str, restart: bool | None, node_wait: float | None, cluster_
     from launch.jobs import find_run
     from launch.plan import plan_from
     from launch.run import start
-    from launch.supervise import Supervisor
+    from launch.supervise import Supervisor, who_i_am
     from r4090c.remote import Fleet
 
     cluster = load(cluster_file)
@@ -44,7 +54,7 @@ def command(run_id: str, restart: bool | None, node_wait: float | None, cluster_
 
     with Fleet(cluster.nodes) as fleet:
         run = find_run(fleet, cluster, run_id)
-        if run.state != "running":
+        if run.state != "running" and not (successor and run.state == "failed"):
             again = f"r4090c launch --resume {run.id}" if run.steps else f"r4090c logs {run.id}"
             told = f"has ended: {run.state}" + (f": {run.cause}" if run.cause else "")
             raise UsageError(f"run {run.id}", told, "a run that goes on", again)
@@ -55,16 +65,16 @@ def command(run_id: str, restart: bool | None, node_wait: float | None, cluster_
         restarts = plan.steps is not None and restart is not False
         if restart and plan.steps is None:
             raise UsageError("--restart", f"run {run.id} is of a script, which is not kept here", "the launch that started it")
-        wish = wish_of(plan, [fleet.nodes[name] for name in run.nodes])
+        me, wish = who_i_am(), wish_of(plan, [fleet.nodes[name] for name in run.nodes])
 
         def begin() -> Supervisor:
             console.print(f"run [bold]{plan.run_id}[/bold]  {plan.run_dir}", soft_wrap=True)
-            return Supervisor(fleet, plan, None)
+            return Supervisor(fleet, plan, None, me=me, nobody_s=math.inf, successor=successor)
 
         result, code = follow_run(
             begin,
-            lambda again: start(fleet, cluster, again, say),
-            Attempts(fleet, cluster, wish, say, policy_of(node_wait)) if restarts else None,
+            lambda again: start(fleet, cluster, again, say, me=me, nobody_s=math.inf),
+            Attempts(fleet, cluster, wish, say, policy_of(node_wait, attempts), me) if restarts else None,
             began,
             as_json,
             leaves=True,

@@ -20,7 +20,9 @@ def command() -> None:
 
 @command.command()
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT…", type=click.Path())
-@click.option("--tokenizer", required=True, metavar="PATH|bytes", help="The model's folder, a tokenizer.json, or bytes.")
+@click.option(
+    "--tokenizer", required=True, metavar="PATH|bytes", help="The model's folder on this machine, a tokenizer.json, or bytes."
+)
 @click.option(
     "--out", required=True, metavar="DIR", type=click.Path(file_okay=False), help="The folder to write; it appears whole."
 )
@@ -69,8 +71,9 @@ def prepare(
 
     .jsonl files hold a record a line: {"text": …}, {"instruction": …, "input": …, "output": …} or
     {"messages": [{"role": …, "content": …}, …]}; other files are plain text. Only responses count toward the loss of a chat.
-    The text of a special token inside the data stays text. A bad record is told with its file and line, and with more than
-    --max-bad nothing is written. When the same command is started again after it was ended, it goes on where it was.
+    The text of a special token inside the data stays text. Bad records are told by reason with their places, and with more than
+    --max-bad nothing is written. When the same command is started again after it was ended, it goes on where it was. At the end
+    it tells how long the documents are, in tokens, and the lines for a recipe.
 
     \b
     Examples:

@@ -20,7 +20,7 @@ from r4090c.errors import Exit, UsageError
 if TYPE_CHECKING:
     from launch.diagnose_log import Source
 
-SCHEMA = "r4090c.diagnosis/1"
+SCHEMA = "r4090c.diagnose/1"
 STDIN = "-"
 GZIP = b"\x1f\x8b"
 SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from netcheck.report_text import printable
 from r4090c.cli.common import err, pasteable, tell_error
 from r4090c.errors import Exit, R4090cError
 
@@ -34,19 +35,25 @@ def restart_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="SECONDS",
         help="How long a node that does not answer is waited for before the run goes on with fewer [default: 300].",
     )
+    many = click.option(
+        "--attempts",
+        type=click.IntRange(1),
+        metavar="N",
+        help="How many attempts in a row may save no new checkpoint before the run is given up [default: 6].",
+    )
     again = click.option(
         "--restart/--no-restart",
         default=None,
         help="Start again from the last checkpoint when an attempt fails [default: recipes yes, scripts no].",
     )
-    return again(wait(command))
+    return again(many(wait(command)))
 
 
-def policy_of(node_wait_s: float | None) -> Policy:
+def policy_of(node_wait_s: float | None, attempts: int | None) -> Policy:
     """Return how patient a run is."""
-    from launch.restart import Policy
+    from launch.restart import RETURN_S, WITHOUT_PROGRESS, Policy
 
-    return Policy() if node_wait_s is None else Policy(return_s=node_wait_s)
+    return Policy(attempts or WITHOUT_PROGRESS, RETURN_S if node_wait_s is None else node_wait_s)
 
 
 @dataclass
@@ -99,7 +106,7 @@ def follow_attempt(
             supervisor.leave()
             left = pasteable(f"left; {plan.run_id} goes on: r4090c attach {plan.run_id}, r4090c stop {plan.run_id}")
             console.print(f"\n{left}", soft_wrap=True, markup=False)
-            return Followed(ended, Exit.OK, supervisor, None, first)
+            return Followed(ended, Exit.INTERRUPTED, supervisor, None, first)
         console.print("\ninterrupted: stopping every rank on every node …")
         stopped = supervisor.stop(f"{account()} (Ctrl-C)")
         what = "; nothing is left running" if not stopped.left else f"; still running: {dict(stopped.left)}"
@@ -168,27 +175,33 @@ def _follow_next(
     last: Followed, attempts: Attempts, start_again: Callable[[Wish], Supervisor], began: float, quiet: bool, leaves: bool
 ) -> Followed | None:
     """Decide what follows an attempt, and follow that to its end; None = nothing does."""
-    cause = last.outcome.cause if last.outcome is not None else None
-    if cause is None or last.supervisor.supervised_by is not None:
+    outcome = last.outcome
+    if outcome is None or outcome.cause is None or not last.supervisor.supervises:
         return None
     console, plan = err(), last.supervisor.plan
     failed: R4090cError | None = None
     while True:
         try:
-            decided = attempts.after(plan, cause) if failed is None else attempts.after_no_start(plan, failed)
-        except KeyboardInterrupt:
-            again = pasteable(f"r4090c launch --resume {plan.run_id}")
-            console.print(f"\ninterrupted; nothing is running\n  resume: {again}", soft_wrap=True, markup=False)
-            raise
-        if decided.wish is None:
-            console.print(f"not started again: {decided.why}", soft_wrap=True, markup=False)
-            return None
-        console.print(f"starting again {decided.why}", soft_wrap=True, markup=False)
-        try:
-            return follow_attempt(partial(start_again, decided.wish), began, quiet, leaves=leaves, first=last.first)
+            decided = attempts.after(plan, outcome) if failed is None else attempts.after_no_start(plan, failed)
+            if decided.wish is None:
+                console.print(f"not started again: {decided.why}", soft_wrap=True, markup=False)
+                return None
+            console.print(f"starting again {decided.why}", soft_wrap=True, markup=False)
+            supervisor = start_again(decided.wish)
         except R4090cError as error:
             tell_error(error)
             failed = error
+        except KeyboardInterrupt:
+            attempts.let_go(plan)
+            again = pasteable(f"\n  resume: r4090c launch --resume {plan.run_id}") if plan.steps else ""
+            console.print(f"\ninterrupted; nothing is running{again}", soft_wrap=True, markup=False)
+            raise
+        else:
+            return follow_attempt(partial(_begun, supervisor), began, quiet, leaves=leaves, first=last.first)
+
+
+def _begun(supervisor: Supervisor) -> Supervisor:
+    return supervisor
 
 
 def number_in(line: Mapping[str, Any], name: str) -> float | None:
@@ -214,7 +227,7 @@ def told_in(line: Mapping[str, Any]) -> str:
 def told_of(event: Mapping[str, Any]) -> str:
     """Return the line that tells of an agent's event; one that ends nothing is a warning."""
     warning = "warning: " if event.get("kind") == "placement-differs" else ""
-    return f"{warning}{event.get('node')}: {event.get('kind')}: {event.get('detail', '')}"
+    return printable(f"{warning}{event.get('node')}: {event.get('kind')}: {event.get('detail', '')}")
 
 
 class _View:
@@ -287,8 +300,10 @@ class _Plain(_View):
             click.echo(f"step {line['step']}{of}  {told_in(line)}{rest}", err=self._err)
 
     def log(self, line: str) -> None:
-        if self.plan.steps is None or line.startswith(SAID):
+        if self.plan.steps is None:  # what a script of one's own prints is its own affair
             click.echo(line, err=self._err)
+        elif line.startswith(SAID):
+            click.echo(printable(line), err=self._err)
 
     def event(self, event: Mapping[str, Any]) -> None:
         self.note_start(event)
@@ -331,7 +346,7 @@ class _Bar(_View):
 
     def log(self, line: str) -> None:
         if line.startswith(SAID):
-            self._bar.console.print(line, soft_wrap=True, markup=False)
+            self._bar.console.print(printable(line), soft_wrap=True, markup=False)
 
     def event(self, event: Mapping[str, Any]) -> None:
         self.note_start(event)

@@ -32,7 +32,7 @@ from r4090c.errors import Exit, UsageError
 
 if TYPE_CHECKING:
     from launch.forecast import Forecast
-    from launch.plan import Plan
+    from launch.plan import Hang, Plan
 
 
 @click.command("launch", context_settings={"ignore_unknown_options": False})
@@ -92,6 +92,7 @@ def command(
     detach: bool,
     restart: bool | None,
     node_wait: float | None,
+    attempts: int | None,
     queue: bool,
     hang_after: float | None,
     dry_run: bool,
@@ -115,9 +116,9 @@ def command(
       r4090c launch tiny --dry-run
     """
     from launch.attempts import Attempts
-    from launch.plan import HANG
     from launch.recipe import is_script
     from launch.run import Wish, dry_plan, start
+    from launch.supervise import NOBODY_S, PATIENT_S, who_i_am
     from r4090c.remote import Fleet
 
     if not target and not resume:
@@ -143,9 +144,12 @@ def command(
         affinity=not no_affinity,
         anyway=anyway,
         queue=queue,
-        hang=HANG if hang_after is None else replace(HANG, floor_s=hang_after) if hang_after else None,
+        hang=_hang(hang_after),
     )
     restarts = not is_script(target) if restart is None else restart
+    if detach and restart and is_script(target):
+        expected = "a recipe, or a launch that stays (in tmux, with nohup): only that has the script"
+        raise UsageError("--detach --restart", f"{target} is a script of your own", expected)
     console = err()
     began = time.time()
     with Fleet(cluster.nodes) as fleet:
@@ -178,14 +182,15 @@ def command(
                 print_json({"run_id": plan.run_id, "run_dir": plan.run_dir, "nodes": supervisor.names, "state": "running"})
             else:
                 click.echo(plan.run_id)
-            log = supervise_apart(plan.run_id, cluster.file, restarts, node_wait)
+            log = supervise_apart(plan.run_id, cluster.file, restarts, node_wait, attempts)
             console.print(f"detached; supervised by a process of its own: {log}", soft_wrap=True, markup=False)
             console.print(pasteable(f"  follow with: r4090c attach {plan.run_id}"), soft_wrap=True, markup=False)
             return Exit.OK
+        me, nobody_s = who_i_am(), PATIENT_S if restarts else NOBODY_S
         result, ended = follow_run(
-            lambda: start(fleet, cluster, wish, say, announce),
-            lambda again: start(fleet, cluster, again, say, announce),
-            Attempts(fleet, cluster, wish, say, policy_of(node_wait)) if restarts else None,
+            lambda: start(fleet, cluster, wish, say, announce, me, nobody_s),
+            lambda again: start(fleet, cluster, again, say, announce, me, nobody_s),
+            Attempts(fleet, cluster, wish, say, policy_of(node_wait, attempts), me) if restarts else None,
             began,
             as_json,
         )
@@ -213,15 +218,25 @@ def tell_resting(cluster: str, names: Sequence[str]) -> None:
     remember(warn)
 
 
-def supervise_apart(run_id: str, cluster_file: str, restarts: bool, node_wait: float | None) -> Path:
+def _hang(after_s: float | None) -> Hang | None:
+    """Return what `--hang-after` says: None = the default, 0 = never."""
+    from launch.plan import HANG
+
+    if after_s is None:
+        return HANG
+    return replace(HANG, floor_s=after_s, start_s=max(HANG.start_s, after_s)) if after_s else None
+
+
+def supervise_apart(run_id: str, cluster_file: str, restarts: bool, node_wait: float | None, attempts: int | None) -> Path:
     """Start a process that supervises a run when nobody follows it; return its log. It ends with the run."""
     from r4090c.store import state_folder
 
     log = state_folder() / "supervisors" / f"{run_id}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    argv = [sys.executable, "-m", "r4090c", "attach", run_id, "--cluster", str(Path(cluster_file).resolve())]
+    argv = [sys.executable, "-m", "r4090c", "attach", run_id, "--successor", "--cluster", str(Path(cluster_file).resolve())]
     argv += [] if restarts else ["--no-restart"]
     argv += [] if node_wait is None else ["--node-wait", str(node_wait)]
+    argv += [] if attempts is None else ["--attempts", str(attempts)]
     with log.open("ab") as output:
         subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/")
     return log

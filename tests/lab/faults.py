@@ -8,6 +8,7 @@ on their own node, and signals are sent from inside it.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -184,8 +185,17 @@ def power_off(scene: Scene) -> None:
 
 
 def freeze_rank(scene: Scene) -> None:
-    """SIGSTOP the member's ranks."""
-    frozen = scene.hit(scene.member, "rank", name="STOP")
+    """SIGSTOP the member's rank between two steps: while it saves it may be silent for half an hour (launch/plan.py)."""
+    deadline = time.monotonic() + WITHIN_S
+    beat = scene.lab.shared / "r4090c" / "runs" / scene.run_id / "heartbeats" / "1.json"
+    while True:
+        frozen = scene.hit(scene.member, "rank", name="STOP")
+        if json.loads(beat.read_text())["phase"] == "train":
+            break
+        scene.signal(scene.member, frozen, "CONT")
+        if time.monotonic() > deadline:
+            raise LabError(f"{beat} never says that the rank trains")
+        time.sleep(0.2)
     scene.undoing.callback(scene.signal, scene.member, frozen, "CONT")
 
 
@@ -203,6 +213,23 @@ def fill(scene: Scene) -> None:
     free = shutil.disk_usage(filler.parent).free - LOGS_BYTES
     with filler.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, free)
+
+
+def fill_while_saving(scene: Scene) -> None:
+    """Fill the file system to the last byte while the ranks write the next checkpoint."""
+    filler = scene.lab.directory / "small" / "filler"
+    scene.undoing.callback(filler.unlink)
+    saving = filler.parent / scene.run_id / "checkpoints"
+    deadline = time.monotonic() + WITHIN_S
+    while not any(saving.glob("*.partial/state/*")):
+        if time.monotonic() > deadline:
+            raise LabError(f"no checkpoint is begun in {saving}")
+        time.sleep(0.005)
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
 
 
 def starve(scene: Scene) -> None:
@@ -364,6 +391,14 @@ FAULTS = (
         fill,
         small_runs,
         torch_has_a_say=True,
+    ),
+    Fault(
+        "disk-fills",
+        "the disk fills up while a checkpoint is written",
+        "room is made",
+        Answer("given-up", ("disk-full",)),
+        fill_while_saving,
+        small_runs,
     ),
     Fault(
         "out-of-memory",

@@ -12,7 +12,9 @@ from launch.export import EXPORT, _follow, run_here
 from launch.jobs import Run
 from launch.recipe import load_recipe
 from launch.run import Wish, _resumed_recipe
+from r4090c.cli.export import _notes
 from r4090c.errors import Exit, R4090cError, UsageError
+from tests.cli import run
 
 
 def test_a_mistake_of_the_user_is_told_as_one(tmp_path: Path) -> None:
@@ -24,6 +26,20 @@ def test_a_mistake_of_the_user_is_told_as_one(tmp_path: Path) -> None:
         run_here(EXPORT, tmp_path, ["--merged"], said.append)
     assert (caught.value.culprit, caught.value.observed) == (str(tmp_path / "checkpoints"), "no checkpoint yet")
     assert caught.value.exit_code == Exit.USAGE
+
+
+def test_a_relative_folder_on_a_node_is_refused_before_anybody_is_asked(tmp_path: Path) -> None:
+    code, _, errors = run("export", "tiny-1", "--out", "out1", state=tmp_path)
+    assert (code, "--out out1: a relative path" in errors) == (Exit.USAGE, True), errors
+    assert "r4090c export tiny-1 --out /mnt/shared/out1" in errors
+
+
+def test_what_a_person_should_know_of_an_export_is_told() -> None:
+    result = {"node": "node02", "load": "load(OUT)", "tokenizer": "/models/toy", "chat_template": "of the data (default)"}
+    assert [note.split()[:2] for note in _notes({**result, "notices": ["no effect"]})] == [
+        *(["node:", "node02"], ["load:", "load(OUT)"], ["chat:", "template"], ["notice:", "no"])
+    ]
+    assert "tokenizer: none" in _notes({**result, "tokenizer": None})[-1]
 
 
 def test_what_the_program_says_is_followed() -> None:

@@ -88,12 +88,12 @@ def test_an_older_checkpoint_is_no_progress() -> None:
     assert without_progress([ended(saved=40), ended(saved=20), ended(saved=30)]) == 2
 
 
-def test_waits_double_without_progress() -> None:
+def test_waits_grow_without_progress() -> None:
     patient = Policy(without_progress=100)
     nodes = ("node01", "node02", "node03")
     turns = [ended(nodes[number % 3], nodes=nodes) for number in range(20)]
     waits = [decide(turns[: many + 1], answering(*nodes), any_number, patient).wait_s for many in range(20)]
-    assert waits[:4] == [0.0, FIRST_WAIT_S, 2 * FIRST_WAIT_S, 4 * FIRST_WAIT_S]
+    assert waits[:4] == [0.0, FIRST_WAIT_S, 3 * FIRST_WAIT_S, 9 * FIRST_WAIT_S]
     assert waits[-1] == LONGEST_WAIT_S
 
 
@@ -109,6 +109,25 @@ def test_a_spare_that_rests_is_not_taken() -> None:
     stock = answering(*TWO, "node03", spares=("node03",), resting={"node03": "fell off the bus"})
     decision = decide([ended("node02", mends="other-node")], stock, any_number, POLICY)
     assert (decision.go, decision.nodes) == ("again", ("node01",))
+
+
+def test_a_node_that_somebody_chose_is_not_thrown_out_for_what_it_did_to_another_run() -> None:
+    decision = decide([ended("node01", 20)], answering(*TWO, resting={"node02": "fell off the bus yesterday"}), any_number, POLICY)
+    assert (decision.go, decision.nodes) == ("again", TWO)
+
+
+@pytest.mark.parametrize("kind", ["collective-hung", "peer-gone", "unknown"])
+def test_a_cause_without_a_culprit_blames_nobody(kind: str) -> None:
+    history = [ended("node02", 20, kind=kind)] * 3
+    decision = decide(history, answering(*TWO), any_number, Policy(without_progress=9))
+    assert (decision.nodes, dict(decision.rest)) == (TWO, {})
+
+
+def test_a_node_where_something_would_not_end_is_left_out() -> None:
+    last = Ended(TWO, Cause("rank-failed", "node01", 0, "", "", ""), "again", 20, left=("node02",))
+    decision = decide([last], answering(*TWO, "node03", spares=("node03",)), any_number, POLICY)
+    assert decision.nodes == ("node01", "node03")
+    assert list(decision.rest) == ["node02"]
 
 
 def test_a_node_that_fails_twice_in_a_row_is_left_out() -> None:

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from tests.train.test_checkpoint import save
-from train.data import open_prepared
+from train.data import folder_name, open_prepared
 from train.errors import Stop
+from train.evaluate import tokenizers_differ
 from train.feed import require_same_tokenizer
 from train.recipe import Recipe
 from train.weights import Weights
@@ -113,6 +114,24 @@ def cut_shard(at: Path) -> None:
     (at / "run" / "checkpoints" / "step_00000020" / "state" / "model.pt").write_bytes(b"cut")
 
 
+def held_out_nowhere(at: Path) -> None:
+    write_held_out_recipe(at, "nowhere")
+
+
+def held_out_of_another_tokenizer(at: Path) -> None:
+    shutil.copytree(at / "data" / "text", at / "data" / "other")
+    manifest = at / "data" / "other" / "manifest.json"
+    manifest.write_text(
+        manifest.read_text().replace('"name": "bytes"', '"name": "toy"').replace('"sha256": "277', '"sha256": "377')
+    )
+    write_held_out_recipe(at, "other")
+
+
+def write_held_out_recipe(at: Path, path: str) -> None:
+    evaluated = {"every_steps": 10, "sequences": 8, "data": FOLDER_OF_DATA | {"path": path}}
+    (at / "recipe.json").write_text(json.dumps(recipe() | {"eval": evaluated}))
+
+
 TRAINING: dict[Callable[[Path], None], str] = {
     no_weights: "{at}/models/toy: there is no such folder; expected a model: config.json and *.safetensors; copy the model there",
     quantized_weights: "{at}/models/toy/model.safetensors: model.norm.weight has numbers of kind I8; expected float32, ",
@@ -124,6 +143,10 @@ TRAINING: dict[Callable[[Path], None], str] = {
     wrong_manifest: "{at}/data/text/manifest.json: it contradicts itself; expected a manifest as it was written; prepare it",
     changed_tokens: "{at}/data/text/tokens.bin: its bytes are not those that were written; expected sha256 ",
     cut_shard: "{at}/run/checkpoints: no checkpoint is whole (step_00000020: state/model.pt has 3 bytes, 140 were written)",
+    held_out_nowhere: "{at}/data/nowhere/manifest.json: No such file or directory; expected a folder that `r4090c data prepare` "
+    "wrote; correct eval.data.path in the recipe\n",
+    held_out_of_another_tokenizer: "{at}/data/other/manifest.json: its tokenizer is toy, that of the data trained on "
+    "({at}/data/text) is bytes; expected one tokenizer for both; prepare it with the same",
 }
 
 
@@ -159,8 +182,40 @@ def test_the_tokenizer_beside_the_weights_is_the_datas(whole: Path, tmp_path: Pa
     told = json.loads(manifest.read_text())
     told["tokenizer"] = {"kind": "hf", "name": "toy", "sha256": hashlib.sha256(content.encode()).hexdigest()}
     manifest.write_text(json.dumps(told))
-    require_same_tokenizer(open_prepared(tmp_path / "text", 32), Weights(folder, "float32"))
+    assert require_same_tokenizer(open_prepared(tmp_path / "text", 32), Weights(folder, "float32")) == ""
     (folder / "tokenizer.json").write_text(content + " ")
     with pytest.raises(Stop, match=r"its tokenizer, toy, is not .*/toy/tokenizer.json"):
         require_same_tokenizer(open_prepared(tmp_path / "text", 32), Weights(folder, "float32"))
-    require_same_tokenizer(open_prepared(tmp_path / "text", 32), None)
+    assert require_same_tokenizer(open_prepared(tmp_path / "text", 32), None) == ""
+    (folder / "tokenizer.json").unlink()
+    told_nothing = require_same_tokenizer(open_prepared(tmp_path / "text", 32), Weights(folder, "float32"))
+    assert told_nothing == f"{folder} has no tokenizer.json: whether {tmp_path / 'text'} is of its tokenizer was not compared"
+
+
+def test_held_out_data_is_of_the_tokenizer_of_the_weights_and_of_what_was_trained_on(whole: Path, tmp_path: Path) -> None:
+    data, weights = tmp_path / "data", Weights(tmp_path / "toy", "float32")
+    for name in ("text", "held-out", "other"):
+        shutil.copytree(whole / "data" / "text", data / name)
+    manifest = data / "other" / "manifest.json"
+    told = json.loads(manifest.read_text()) | {"tokenizer": {"kind": "hf", "name": "toy", "sha256": "12"}}
+    manifest.write_text(json.dumps(told))
+    write_weights(weights.folder)
+    trained, held_out, other = (open_prepared(data / name, 32) for name in ("text", "held-out", "other"))
+    wanted = Recipe.model_validate(recipe())
+    assert tokenizers_differ(held_out, wanted, None, data) == ""
+    for one in (None, weights):  # with no tokenizer beside the weights that of the training's data still tells
+        with pytest.raises(
+            Stop, match=r"other/manifest.json: its tokenizer is toy, that of the data trained on \(.*/text\) is bytes"
+        ):
+            tokenizers_differ(other, wanted, one, data)
+    in_text = Recipe.model_validate(recipe() | {"data": TINY["data"]})  # bytes too
+    folder = data / folder_name(in_text.data)
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    assert tokenizers_differ(held_out, in_text, None, data) == ""
+    shutil.rmtree(trained.folder)
+    assert "text is not there any more" in tokenizers_differ(held_out, wanted, None, data)
+    assert "has no tokenizer.json" in tokenizers_differ(held_out, wanted, weights, data)
+    (weights.folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(Stop, match=r"its tokenizer, bytes, is not .*/toy/tokenizer.json"):
+        tokenizers_differ(held_out, wanted, weights, data)

@@ -395,7 +395,7 @@ def test_a_disk_that_fills_up_ends_every_rank_and_keeps_the_one_before(small_dis
     assert ends[0] == ends[1]
     assert re.fullmatch(
         rf"{where}: No space left on device \(rank 1, saving step_00000002\); expected room on the disk; "
-        r"make some \(df -h, df -i\), or lower checkpoint.keep; step_00000001 is whole and can be continued from",
+        r"make some \(df -h, df -i\); step_00000001 is whole and can be continued from",  # nothing older that could go
         ends[0],
     )
     assert names(folder) == ["latest", "step_00000001"]
@@ -418,6 +418,29 @@ def test_room_is_looked_at_before_anything_is_written(small_disk: Path) -> None:
     assert "needed for the next checkpoint" in ends[0]
     assert "step_00000003 is whole and can be continued from" in ends[0]
     assert names(folder) == ["latest", "step_00000002", "step_00000003"]
+
+
+def test_no_room_is_told_at_the_start(small_disk: Path) -> None:
+    folder = small_disk / "checkpoints"
+    assert checkpoint.no_room(folder, 7 << 20) == ""
+    assert checkpoint.no_room(folder, 9 << 20) == (
+        f"{folder}: 8.0 MiB free, about 9.0 MiB needed for a checkpoint: "
+        "make room (df -h) before the first one, or the run ends there"
+    )
+    for step in (1, 2):
+        assert save_by_two(folder, step, (2, 1)) == [f"returned step_0000000{step}"] * 2
+    assert checkpoint.no_room(folder, 9 << 20) == ""  # it is known now what one takes, and the older one goes for it
+    (small_disk / "somebody's").write_bytes(bytes(1 << 20))
+    (folder / "step_00000001" / "complete").unlink()
+    assert "about 3.0 MiB needed" in checkpoint.no_room(folder, 1)
+
+
+def test_a_full_disk_names_older_checkpoints_where_there_are_some(small_disk: Path) -> None:
+    folder = small_disk / "checkpoints"
+    for step in (1, 2):
+        assert save_by_two(folder, step, (1, 1)) == [f"returned step_0000000{step}"] * 2
+    ends = save_by_two(folder, 3, (1, 7))
+    assert "make some (df -h, df -i), or lower checkpoint.keep; step_00000002 is whole" in ends[0]
 
 
 def test_a_read_only_file_system_is_told_on_every_rank(small_disk: Path) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from train import data
 from train.errors import Stop
+from train.feed import told_of
 from train.recipe import Data, Recipe, read_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,6 +215,27 @@ def test_what_has_nothing_to_learn_is_left_out(tmp_path: Path) -> None:
         samples_of(only_prompt, 150)  # the response lies behind the last whole sequence
 
 
+def test_what_became_of_the_data_is_told_with_a_notice_where_most_is_lost(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    folder = prepared_folder(tmp_path / "chats", [TALK] * 9 + [{"text": "x" * 69}])
+    fits, cut = samples_of(folder, 70), samples_of(folder, 30)
+    assert told_of(fits, 5, 4) == ["data     10 documents in 10 sequences of 70 tokens; 5 steps = 2 epochs"]
+    line, *notices = told_of(cut, 1, 3)  # a piece of 30 that is all prompt and one of 9 of each talk; two of 30 and one of 10
+    assert line.startswith("data     10 documents in ")
+    assert ", 10 cut, 9 pieces left out: nothing counts toward the loss; 1 step = 0." in line
+    assert [notice.partition(":")[0] for notice in notices] == [
+        "notice   10 of 10 documents are longer than data.sequence_length 30 and cut"
+    ]
+    (_, notice) = told_of(samples_of(prepared_folder(tmp_path / "s", [TALK] * 9, "--packing", "stream"), 4), 8, 2)
+    assert "of 87 pieces have no token that counts toward the loss and are left out: raise data.sequence_length" in notice
+    few = samples_of(prepared_folder(tmp_path / "few", [TALK] * 5 + [{"text": "x" * 90}] * 5), 90)
+    assert [line.split()[0] for line in told_of(few, 1, 3)] == ["data"]  # just half of them are cut
+    text = data.prepare(text_data(str(tmp_path / "few" / "records.jsonl")), tmp_path / "text")  # with no documents to be told
+    assert told_of(data.Samples(text, 4, 1), text.tokens // 4, 2) == [
+        f"data     {text.tokens // 4:,} sequences of 4 tokens; {text.tokens // 4:,} steps = 2 epochs"
+    ]
+
+
 @given(st.lists(st.integers(1, 50), max_size=200))
 def test_packing_takes_each_piece_once_and_overfills_nothing(lengths: list[int]) -> None:
     chosen = data.pack(lengths, 50)
@@ -325,7 +347,7 @@ def test_damage_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> None:
     manifest.unlink()
     assert told() == (
         f"{manifest}: No such file or directory; expected a folder that `r4090c data prepare` wrote; "
-        "correct data.path in the recipe, or --data-dir"
+        "correct data.path in the recipe"
     )
     restore()
     prepared = data.open_prepared(folder, 16)

@@ -30,8 +30,8 @@ def test_the_data_is_named_by_the_recipe_or_the_user() -> None:
     recipe = Recipe.model_validate(small_recipe())
     with pytest.raises(Stop, match=r"recipe eval.data: the recipe has none; .* --data PATH"):
         held_out_data(recipe, None)
-    named = held_out_data(recipe, "chat-heldout")
-    assert (named.kind, named.path, named.sequence_length) == ("prepared", "chat-heldout", 64)
+    named = held_out_data(recipe, "chat-held-out")
+    assert (named.kind, named.path, named.sequence_length) == ("prepared", "chat-held-out", 64)
     own = Recipe.model_validate(small_recipe(eval={"every_steps": 0, "data": HELD_OUT}))
     assert held_out_data(own, None).sources == HELD_OUT["sources"]
 
@@ -93,4 +93,15 @@ def test_a_run_tells_its_held_out_loss_and_eval_finds_the_same_one(tmp_path: Pat
     refused = evaluate("--step", "5")
     assert refused.returncode == 2 and "no whole checkpoint of step 5" in refused.stderr
     refused = evaluate("--data", "nothing-here")
-    assert refused.returncode == 2 and "nothing-here" in refused.stderr
+    assert refused.returncode == 2 and "correct --data nothing-here" in refused.stderr and "--data-dir" not in refused.stderr
+    (tmp_path / "a.txt").write_text("words that were not trained on " * 20)
+    other = tmp_path / "data" / "other"
+    words = [str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--out", str(other)]
+    subprocess.run([sys.executable, str(ROOT / "train" / "prepare.py"), *words], check=True, capture_output=True)
+    answer = json.loads(evaluate("--data", "other", "--sequences", "0").stdout)
+    assert (answer["samples"], "notice" in answer) == (31 * 20 // 64, False)
+    manifest = other / "manifest.json"
+    told = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(told | {"tokenizer": {"kind": "hf", "name": "toy", "sha256": "12"}}))
+    refused = evaluate("--data", "other")
+    assert refused.returncode == 2 and "its tokenizer is toy, that of the data trained on" in refused.stderr

@@ -135,7 +135,7 @@ from train.recipe import Recipe
 from train.resnet import DEVIATION, MEAN, build_resnet
 recipe = Recipe.model_validate(json.loads((folder / "resnet.json").read_text()))
 resnet = build_resnet(recipe, choose_device(0), torch.float32).eval()
-_write_model(folder / "resnet", resnet.state_dict(), recipe, None, "fp32")
+_write_model(folder / "resnet", folder / "resnet", resnet.state_dict(), recipe, None, "fp32")
 loaded = AutoModelForImageClassification.from_pretrained(folder / "resnet").eval()
 pixels = torch.randint(0, 256, (2, 3, 32, 32)).float()
 ready = (pixels / 255 - torch.tensor(MEAN).view(1, 3, 1, 1)) / torch.tensor(DEVIATION).view(1, 3, 1, 1)
@@ -181,6 +181,10 @@ def test_every_method_exports_what_it_trained(trained: Path) -> None:
         assert {"config.json", "model.safetensors", "r4090c.json"} <= set(results[name]["files"])
     assert results["qlora merged"]["merged_into"] == "the 4-bit weights it trained beside, brought back to fp32"
     assert results["lora merged"]["merged_into"] == "the weights it trained beside"
+    for name, told in results.items():
+        kind, _, out = name.partition(" ")
+        assert str(trained / kind / out) in told["load"] and "partial" not in told["load"]
+        assert "notices" not in told
     assert results["lora plain"]["tokenizer"] == str(trained / "models" / "toy")
     assert results["full plain"]["tokenizer"] is None
     assert results["lora-random plain"]["base"] == "random weights of seed 1234; only --merged gives a model"
@@ -192,8 +196,12 @@ def test_the_program_tells_what_it_does_and_what_is_wrong(trained: Path, tmp_pat
     script = ["train/export.py", str(folder), "--data-dir", str(trained / "data")]
     told = [json.loads(line) for line in run([*script, "--merged", "--json"]).stdout.splitlines()]
     assert told[0]["doing"].startswith("reading step_00000002, ")
-    assert (told[-1]["result"]["kind"], told[-1]["result"]["step"]) == ("model", 2)
-    assert Path(told[-1]["result"]["out"]) == folder / "export-merged"
+    result = told[-1]["result"]
+    assert (result["kind"], result["step"]) == ("model", 2)
+    assert result["notices"] == ["--merged has no effect: method full has no adapters, all weights are in one place already"]
+    assert result["load"] == f"transformers.AutoModelForCausalLM.from_pretrained('{folder / 'export-merged'}')"
+    assert json.loads((folder / "export-merged" / "r4090c.json").read_text())["load"] == result["load"]
+    assert Path(result["out"]) == folder / "export-merged"
     assert (folder / "export-merged" / "model.safetensors").exists()
 
     def refused(*more: str) -> str:

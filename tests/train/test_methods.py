@@ -127,7 +127,7 @@ def test_one_rank_and_two_take_the_same_steps(results: dict[str, dict[str, Any]]
     command = [sys.executable, str(ROOT / "train" / "main.py"), "--recipe", str(tmp_path / "recipe.json"), *places]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "512 tokens = 8 sequences x 64 x 1 accumulated x 1 ranks" in ran.stdout
+    assert "512 tokens = 8 sequences x 64 x 1 accumulated x 1 rank" in ran.stdout
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == pytest.approx(results["auto"]["losses"], abs=1e-4)
 

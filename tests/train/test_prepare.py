@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import unicodedata
 from collections.abc import Sequence
@@ -25,7 +28,7 @@ from tests.train import toy_tokenizers
 from train import blocks, prepare
 from train.errors import Stop
 from train.records import Bad, Record, Writer, parse
-from train.token_files import Folder
+from train.token_files import Folder, document_lengths
 from train.tokens import BYTES, Tokens, load, use_fast_engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -301,13 +304,16 @@ def test_lines_across_blocks_bad_ones_by_number_and_how_many_are_accepted(tmp_pa
     out = tmp_path / "out"
     done = run(file, "--tokenizer", "bytes", "--out", out)
     assert done.returncode == 1
-    told = [line for line in done.stderr.splitlines() if line.startswith(str(file))]
-    assert told == [f"{file}:{1 + index + (index >= 1000)}: text is a int, not text" for index in wrong]
-    assert "5 of 2,000 records are bad; expected at most 0 (--max-bad)" in done.stderr.splitlines()[-1]
+    assert done.stderr.splitlines()[-2] == f"5 records: text is a int, not text ({file}:1, 2, 840, …)"
+    assert done.stderr.splitlines()[-1].endswith(
+        "5 of 2,000 records are bad; expected at most 0 (--max-bad); "
+        "mend them, or leave them out with --max-bad 5 (what is done is kept)"
+    )
     assert not out.exists()
     done = run(file, "--tokenizer", "bytes", "--out", out, "--max-bad", 5, "--json")
     assert done.returncode == 0, done.stderr
     assert "going on after 3 of 3 blocks" in done.stderr
+    assert f"5 records: text is a int, not text ({file}:1, 2, 840, …)" in done.stderr  # found by the command before
     kept = [record for index, record in enumerate(many) if index not in wrong]
     assert (out / "tokens.bin").read_bytes() == b"".join(record["text"].encode() + b"\0" for record in kept)
     starts = np.fromfile(out / "documents.bin", "<u8")
@@ -355,7 +361,7 @@ def test_plain_text_is_a_document_a_file_however_long(tmp_path: Path) -> None:
     (folder / "e.bin").write_bytes(b"neither")
     done = run(folder, "--tokenizer", "bytes", "--out", tmp_path / "out", "--max-bad", 1)
     assert done.returncode == 0, done.stderr
-    assert "left out 1 file(s)" in done.stderr
+    assert "left out 1 file of other endings (.bin × 1)" in done.stderr
     assert f"{folder}/d.txt:2: not UTF-8: invalid start byte; this part of the file is left out" in done.stderr
     wanted = [lines, "short", "語" * 2_000_000]
     assert (tmp_path / "out" / "tokens.bin").read_bytes() == b"".join(text.encode() + b"\0" for text in wanted)
@@ -368,7 +374,7 @@ def test_one_huge_record_is_bad_and_the_next_ones_are_not(tmp_path: Path) -> Non
     file = write_lines(tmp_path / "a.jsonl", [{"text": "first"}, huge, {"text": "second"}, huge])
     done = run(file, "--tokenizer", "bytes", "--out", tmp_path / "out", "--max-bad", 2, "--max-record-mib", 1)
     assert done.returncode == 0, done.stderr
-    assert [line.split(": ")[0] for line in done.stderr.splitlines() if "longer than 1 MiB" in line] == [f"{file}:2", f"{file}:4"]
+    assert f"2 records: longer than 1 MiB (--max-record-mib) ({file}:2, 4)\n" in done.stderr
     assert (tmp_path / "out" / "tokens.bin").read_bytes() == b"first\0second\0"
     done = run(file, "--tokenizer", "bytes", "--out", tmp_path / "all")  # 9 MB are allowed by default
     assert (done.returncode, json.loads((tmp_path / "all" / "manifest.json").read_text())["documents"]) == (0, 4)
@@ -401,10 +407,21 @@ def test_texts_have_what_the_tokenizer_puts_before_and_the_end_behind(
         (["{tmp}/none.jsonl", "--tokenizer", "bytes"], "none.jsonl: No such file or directory; expected a readable file"),
         (["{tmp}/empty.jsonl", "--tokenizer", "bytes"], "empty.jsonl: empty; expected at least one record"),
         (["{tmp}/blank.jsonl", "--tokenizer", "bytes"], "blank.jsonl: no records; expected at least one"),
-        (["{tmp}/a.jsonl.gz", "--tokenizer", "bytes"], "a .gz file; expected JSON lines (.jsonl) or plain text; unpack"),
-        (["{tmp}/good.jsonl", "--tokenizer", "{tmp}/nowhere"], "nowhere: [Errno 2] No such file or directory"),
+        (["{tmp}/a.jsonl.gz", "--tokenizer", "bytes"], "a .gz file; expected JSON lines (.jsonl) or plain text; gunzip -k {tmp}"),
+        (
+            ["{tmp}/sheet.xlsx", "--tokenizer", "bytes"],
+            "a .xlsx file; expected JSON lines (.jsonl) or plain text; save it as .csv",
+        ),
+        (["{tmp}/good.jsonl", "--tokenizer", "{tmp}/nowhere"], "{tmp}/nowhere: no such file or folder; expected `bytes`"),
+        (
+            ["{tmp}/good.jsonl", "--tokenizer", "meta-llama/Llama-2-7b-hf"],
+            "meta-llama/Llama-2-7b-hf: not a folder here; names of the Hub are not fetched; expected `bytes`, a tokenizer.json, "
+            "or the folder of a model; hf download meta-llama/Llama-2-7b-hf --local-dir Llama-2-7b-hf, then --tokenizer Llama-",
+        ),
+        (["{tmp}/good.jsonl", "--tokenizer", "gpt2"], "gpt2: not a folder here; names of the Hub are not fetched"),
         (["{tmp}/good.jsonl", "--tokenizer", "{tmp}/blank.jsonl"], "blank.jsonl: not a tokenizer.json"),
-        (["{tmp}/good.jsonl", "--tokenizer", "bytes", "--template", "{tmp}/no.jinja"], "no.jinja: [Errno 2] No such file"),
+        (["{tmp}/good.jsonl", "--tokenizer", "bytes", "--template", "{tmp}/no.jinja"], "no.jinja: No such file or directory;"),
+        (["{tmp}/good.jsonl", "--tokenizer", "bytes", "--template", "{tmp}"], "--template {tmp}: Is a directory; expected auto"),
         (["{tmp}/good.jsonl", "--tokenizer", "bytes", "--out", "{tmp}/full"], "full: not empty; expected a new folder"),
         (["{tmp}/good.jsonl", "--tokenizer", "bytes", "--out", "/proc/out"], "/proc/.out.partial: No such file or directory"),
         (
@@ -428,9 +445,144 @@ def test_wrong_input_is_one_line(tmp_path: Path, words: list[str], told: str) ->
     done = run(*[word.format(tmp=tmp_path) for word in words], *([] if "--out" in words else ["--out", tmp_path / "out"]))
     assert done.returncode == (1 if "/proc/out" in words else 2)
     assert done.stderr.count("\n") == 1, done.stderr
-    assert told in done.stderr
+    assert told.format(tmp=tmp_path) in done.stderr
+    assert "Errno" not in done.stderr
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".*.partial"))
+
+
+ANSWERS = [{"instruction": "Add", "output": "3"}, {"instruction": 'Say, "so"', "output": "so\nso"}]
+
+
+def as_csv(delimiter: str) -> str:
+    made = io.StringIO()
+    rows = csv.DictWriter(made, ["instruction", "output"], delimiter=delimiter)
+    rows.writeheader()
+    rows.writerows(ANSWERS)
+    return made.getvalue()
+
+
+@pytest.mark.parametrize("in_folder", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a list.json", json.dumps(ANSWERS)),
+        ("list.jsonl", json.dumps(ANSWERS)),
+        ("pretty.json", json.dumps(ANSWERS, indent=2)),
+        ("pretty.jsonl", json.dumps(ANSWERS, indent=2) + "\n"),
+        ("objects.jsonl", "".join(json.dumps(one, indent=2) + "\n" for one in ANSWERS)),
+        ("below a key.json", json.dumps({"rows": ANSWERS}, indent=1).replace("{", '{"id": 7,', 1)),
+        ("lines.json", "".join(json.dumps(one) + "\n" for one in ANSWERS)),
+        ("it's.csv", as_csv(",")),
+        ("TABLE.TSV", as_csv("\t")),
+    ],
+)
+def test_other_formats_name_the_command_that_makes_records_of_them(
+    tmp_path: Path, name: str, content: str, in_folder: bool
+) -> None:
+    """The command is run as it is told, and what it makes is prepared."""
+    folder = tmp_path / "the data"
+    folder.mkdir()
+    (folder / name).write_text(content)
+    if in_folder and not name.endswith(".jsonl"):
+        (folder / "zzz.pdf").touch()
+    told = run(folder if in_folder else folder / name, "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert told.returncode == 2, told.stderr
+    assert told.stderr.count("\n") == 1
+    assert "--max-bad" not in told.stderr
+    remedy, _, other = told.stderr.rstrip("\n").split("; ", 2)[2].partition(", or ")
+    if "KEY" in other and "key" in name:
+        remedy = remedy.replace("-c . ", "-c '.rows[]' ")
+    if remedy.startswith("jq ") and shutil.which("jq") is None:
+        pytest.skip("needs jq")
+    before = set(folder.iterdir())
+    subprocess.run(["sh", "-c", remedy], check=True, cwd=tmp_path)
+    (made,) = set(folder.iterdir()) - before
+    done = run(made, "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert (manifest["documents"], manifest["records"]) == (2, {"instruction": 2})
+    assert b"so\nso\0" in (tmp_path / "out" / "tokens.bin").read_bytes()
+
+
+def test_one_line_that_is_a_list_is_a_bad_record_and_not_the_whole_file(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [[1], {"text": "fine"}, {"text": "also"}, [2]])
+    done = run(file, "--tokenizer", "bytes", "--out", tmp_path / "out", "--max-bad", 2)
+    assert (done.returncode, f"2 records: a JSON list, not an object ({file}:1, 4)" in done.stderr) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("record", "prepared"),
+    [
+        ({"prompt": "Add", "completion": "3"}, "### Instruction:\nAdd\n\n### Response:\n3\0"),
+        ({"question": "Add", "answer": "3", "id": 7}, "### Instruction:\nAdd\n\n### Response:\n3\0"),
+        (
+            {"instruction": "Add", "context": "1 2", "response": "3"},
+            "### Instruction:\nAdd\n\n1 2\n\n### Response:\n3\0",
+        ),
+        ({"input": "Add", "output": "3"}, "### Instruction:\nAdd\n\n### Response:\n3\0"),
+        (
+            {"prompt": [{"role": "user", "content": "Add"}], "completion": [{"role": "assistant", "content": "3"}]},
+            "### Instruction:\nAdd\n\n### Response:\n3\0",
+        ),
+        ({"content": "plain"}, "plain\0"),
+        ({"data": [{"text": "plain"}]}, "plain\0"),
+        (
+            [{"role": "user", "content": "Add"}, {"role": "assistant", "content": "3"}],
+            "### Instruction:\nAdd\n\n### Response:\n3\0",
+        ),
+        ([{"from": "human", "value": "Add"}, {"from": "gpt", "value": "3"}], "### Instruction:\nAdd\n\n### Response:\n3\0"),
+        ("plain", "plain\0"),
+    ],
+)
+def test_keys_of_others_are_told_with_the_command_that_renames_them(tmp_path: Path, record: Any, prepared: str) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [json.dumps(record)] * 2)
+    for words in ([], ["--dry-run"]):
+        done = run(file, "--tokenizer", "bytes", "--out", tmp_path / "out", *words)
+        reason, remedy = done.stderr.splitlines()
+        assert done.returncode == (2 if words else 1)
+        assert "mend them: the lines above say how" in remedy and "--max-bad 2" not in remedy  # that would be all of it
+    if shutil.which("jq") is None:
+        pytest.skip("needs jq")
+    command = reason[reason.index("jq -c ") : reason.index(f" ({file}:1, 2)")]
+    command = command.replace("FILE", str(file)).replace("RECORDS", str(tmp_path / "renamed"))
+    subprocess.run(["sh", "-c", command], check=True)
+    done = run(tmp_path / "renamed.jsonl", "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "tokens.bin").read_bytes() == prepared.encode() * 2
+
+
+@needs_transformers
+def test_a_template_that_refuses_is_one_line_with_its_count_and_another_template(llama2: Path, tmp_path: Path) -> None:
+    refused = {"messages": [{"role": "system", "content": "a"}, *TALK]}
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}, *[refused] * 30, {"text": ""}, {"messages": TALK}])
+    done = run(file, "--tokenizer", llama2, "--out", tmp_path / "out", "--dry-run", "--json")
+    why = "the chat template refuses it: only user and assistant; or --template default"
+    assert json.loads(done.stdout)["bad"] == [f"30 records: {why} ({file}:2, 3, 4, …)", f"{file}:32: text is empty"]
+    assert done.stderr.splitlines()[-1].startswith(f"data prepare: {file}: 31 of 33 records are bad; expected at most 0 (--max-")
+    done = run(file, "--tokenizer", llama2, "--out", tmp_path / "out", "--dry-run", "--template", "default", "--max-bad", 1)
+    assert done.returncode == 0, done.stderr
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=50))
+def test_document_lengths_by_hand(lengths: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        np.cumsum([0, *lengths]).astype("<u8").tofile(Path(folder) / "documents.bin")
+        told = document_lengths(Path(folder))
+    assert told.pop("longest") == max(lengths)
+    for part in (50, 90, 99):
+        within = [sum(length <= limit for length in lengths) for limit in (told[f"p{part}"] - 1, told[f"p{part}"])]
+        assert within[0] * 100 < part * len(lengths) <= within[1] * 100
+
+
+def test_a_plain_text_that_begins_like_records_is_told(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.txt", [{"text": "fine"}])
+    done = run(file, "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert done.returncode == 0
+    assert f"{file}: taken as plain text, though it begins like JSON lines; those end in .jsonl" in done.stderr
+    loud = write_lines(tmp_path / "LOUD.JSONL", [{"text": "fine"}])
+    done = run(loud, "--tokenizer", "bytes", "--out", tmp_path / "records")
+    assert (done.returncode, (tmp_path / "records" / "tokens.bin").read_bytes()) == (0, b"fine\0")
 
 
 def test_a_file_of_several_names_is_read_once(tmp_path: Path) -> None:
@@ -473,7 +625,7 @@ def test_a_folder_goes_on_from_its_journal_and_ends_the_same(tmp_path: Path) -> 
         path = tmp_path / name
         path.mkdir()
         (path / "lock").touch()
-        folder = Folder(path, {"plan": 1}, "uint8", lambda _: None)
+        folder = Folder(path, {"plan": 1}, "uint8")
         for index, step in enumerate(steps[:torn_after]):
             folder.append(step, sources)
             if index == 1:
@@ -482,7 +634,7 @@ def test_a_folder_goes_on_from_its_journal_and_ends_the_same(tmp_path: Path) -> 
             for file in folder.files.values():
                 file.flush()  # more than the journal says has reached the disk
                 file.close()
-            folder = Folder(path, {"plan": 1}, "uint8", lambda _: None)
+            folder = Folder(path, {"plan": 1}, "uint8")
             assert folder.block == (2 if torn_after >= 2 else 0)
             for step in steps[folder.block :]:
                 folder.append(step, sources)
@@ -498,8 +650,8 @@ def test_a_folder_goes_on_from_its_journal_and_ends_the_same(tmp_path: Path) -> 
         assert finish(f"torn {torn_after}", torn_after) == whole
     (tmp_path / "another").mkdir()
     (tmp_path / "another" / "lock").touch()
-    Folder(tmp_path / "another", {"plan": 1}, "uint8", lambda _: None).journal()
-    assert Folder(tmp_path / "another", {"plan": 2}, "uint8", lambda _: None).block == 0
+    Folder(tmp_path / "another", {"plan": 1}, "uint8").journal()
+    assert Folder(tmp_path / "another", {"plan": 2}, "uint8").block == 0
 
 
 @needs_tokenizers

@@ -109,6 +109,8 @@ def test_tiny_learns_and_tells_everything(workshop: Path) -> None:
     assert (checkpoints / "latest").read_text() == "step_00000024\n"
     for told in ("5,122,880 parameters, fp32", "ranks    2 x CPU", "gloo, ZeRO stage 2", "step     1,024 tokens", "sha256 "):
         assert told in ran.stdout
+    assert re.search(r"^data     [\d,]+ sequences of 128 tokens; 24 steps = [\d.e-]+ epochs$", ran.stdout, re.MULTILINE)
+    assert "notice" not in ran.stdout
     assert "step 24/24 loss" in ran.stdout
     assert "Traceback" not in ran.stderr
 

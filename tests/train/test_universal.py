@@ -330,8 +330,8 @@ def test_killed_ranks_are_followed_by_fewer_and_by_more(tmp_path: Path) -> None:
         assert rank.wait(timeout=150) == 0, log.read_text()[-3000:]
     text = log.read_text()
     assert "saved by 2 ranks, now 1; changed in the recipe since: global_batch, gradient_accumulation" in text
-    assert "saved by 1 ranks, now 2" in text
-    assert "= 2 sequences x 64 x 6 accumulated x 1 ranks" in text
+    assert "saved by 1 rank, now 2" in text
+    assert "= 2 sequences x 64 x 6 accumulated x 1 rank" in text
     for key, within in (("step", 0), ("lr", 0), ("tokens", 0), ("loss", 1e-4)):
         assert told(tmp_path / "run", key) == pytest.approx(told(tmp_path / "whole", key), abs=within), key
 

@@ -18,7 +18,7 @@ import pytest
 from tests import cli
 from tests.lab.faults import FAULTS, Fault
 from tests.lab.lab import Lab
-from tests.lab.trial import STRIKE_AT, Trial, half_checkpoints, left_behind, trial, wrong_with
+from tests.lab.trial import STRIKE_AT, Trial, half_checkpoints, left_behind, steps_for, trial, wrong_with
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -57,18 +57,13 @@ def steps(one: Trial) -> list[int]:
     return [json.loads(line)["step"] for line in (one.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def how_long(fault: Fault) -> int:
-    """Return the steps of a run that outlasts the fault: one that goes on must do so for longer than we look."""
-    return 110 if fault.answer.then == "goes-on" else 30
-
-
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
 def test_a_fault_is_seen_named_cleaned_up_and_answered(lab: Lab, tmp_path: Path, fault: Fault) -> None:
-    with trial(lab, fault, tmp_path, steps=how_long(fault)) as one:
+    with trial(lab, fault, tmp_path, steps=steps_for(fault)) as one:
         check(one)
         if fault.id == "supervisor":
             assert one.killed_code == -9
-        if fault.id == "full-disk":
+        if fault.answer.then == "given-up":
             resumed_after_room_is_made(one)
     assert left_behind(lab) == []
 
@@ -89,18 +84,16 @@ def resumed_after_room_is_made(one: Trial) -> None:
 @pytest.mark.train
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.torch_has_a_say], ids=lambda fault: fault.id)
 def test_with_real_training(lab: Lab, tmp_path: Path, fault: Fault) -> None:
-    with trial(lab, fault, tmp_path, toy=False, steps=60 if fault.answer.then == "goes-on" else 14) as one:
+    with trial(lab, fault, tmp_path, toy=False, steps=steps_for(fault, toy=False)) as one:
         check(one)
         if fault.id == "full-disk":
             resumed_after_room_is_made(one)
     assert left_behind(lab) == []
 
 
-@pytest.mark.parametrize(
-    ("fault", "away_s"), [(BY_ID["link"], 8), (BY_ID["power"], 15)], ids=lambda value: getattr(value, "id", "")
-)
-def test_without_a_spare_the_run_waits_for_its_node(lab: Lab, tmp_path: Path, fault: Fault, away_s: float) -> None:
-    with trial(lab, fault, tmp_path, spare=None) as one:
+@pytest.mark.parametrize(("name", "away_s"), [("link", 8), ("power", 15)])
+def test_without_a_spare_the_run_waits_for_its_node(lab: Lab, tmp_path: Path, name: str, away_s: float) -> None:
+    with trial(lab, BY_ID[name], tmp_path, spare=None) as one:
         one.launch()
         one.wait_for_step(STRIKE_AT)
         one.strike()
@@ -113,6 +106,23 @@ def test_without_a_spare_the_run_waits_for_its_node(lab: Lab, tmp_path: Path, fa
         assert found.cause is not None and (found.cause["kind"], found.cause["node"]) == ("node-lost", "node02"), said
         assert steps(one) == list(range(1, one.steps + 1)), said
         assert jobs(one)["nodes"] == ["node01", "node02"]
+        assert left_behind(lab) == []
+
+
+def test_who_attaches_takes_over_restarts_included(lab: Lab, tmp_path: Path) -> None:
+    with trial(lab, BY_ID["supervisor"], tmp_path, steps=60) as one:
+        one.launch()
+        one.wait_for_step(STRIKE_AT)
+        one.strike()
+        assert one.scene.launcher is not None
+        one.scene.launcher.wait(10)
+        one.start("attach", one.scene.run_id)
+        one.wait_for_step(STRIKE_AT + 5)
+        one.strike(BY_ID["rank"].strike)
+        found = one.wait(60)
+        assert (found.exit_code, found.attempts) == (0, 2), one.told()
+        assert found.cause is not None and (found.cause["kind"], found.cause["rank"]) == ("rank-killed", 1), one.told()
+        assert steps(one) == list(range(1, one.steps + 1))
         assert left_behind(lab) == []
 
 

@@ -94,7 +94,7 @@ def test_logs_are_followed_from_one_attempt_to_the_next(start: Callable[..., Pro
 
 def test_a_run_that_dies_at_the_same_place_is_given_up(start: Callable[..., Process], script: Path, lab4: Lab) -> None:
     """Node02 is blamed after two attempts and replaced; the third one fails as well: it was the script."""
-    process = start("launch", "--restart", str(script), "--", "20", "exit", "1,2,3,4,5", "1", "3")
+    process = start("launch", "--restart", "--attempts", "3", str(script), "--", "20", "exit", "1,2,3,4,5", "1", "3")
     assert process.end() == 1
     assert "node02 is left out for 30 min: 2 attempts in a row failed there" in process.text
     assert "starting again with node03 for node02" in process.text
@@ -143,7 +143,7 @@ def test_a_supervisor_that_is_killed_leaves_the_run_going_and_another_takes_over
     second = start("attach", run_id)
     second.wait_for("supervises this run; looking on only")
     second.popen.terminate()
-    assert second.end() == 0, second.text
+    assert second.end() == 130, second.text
     assert f"left; {run_id} goes on" in second.text
     assert looker.end() == 1  # it is of a script: nobody but the launch knows the code
     assert "rank 1 on node02 exited with code 7" in looker.text
