@@ -88,7 +88,7 @@ def _how_to_wrap(found: Any) -> str:
 def _how_to_rename(found: dict[str, Any]) -> str:
     """Return how the keys of a record become those that are read, as far as one can guess."""
     listed = next((key for key, value in found.items() if isinstance(value, list) and value and isinstance(value[0], dict)), None)
-    if len(found) == 1 and listed and listed.isidentifier():
+    if len(found) == 1 and listed and listed.isascii() and listed.isidentifier():
         return f"; jq -c '.{listed}[]' FILE > RECORDS.jsonl"
     asked, answered, plain = (next((key for key in names if found.get(key)), None) for names in (_ASKED, _ANSWERED, _PLAIN))
     if asked and answered:

@@ -180,7 +180,8 @@ class Reasons:
             many, (file, line) = self.counts[key], places[0]
             more = "".join(f", {one if other == file else f'{other}:{one}'}" for other, one in places[1:])
             more += ", …" if many > SHOWN_PLACES else ""
-            yield f"{file}:{line}: {why}" if many == 1 else f"{many:,} records: {why} ({file}:{line}{more})"
+            told = f"{file}:{line}: {why}" if many == 1 else f"{many:,} records: {why} ({file}:{line}{more})"
+            yield "".join(one if one.isprintable() else "\ufffd" for one in told)  # keys of the data: no escapes for a terminal
         left = self.others + sum(self.counts[key] for key in list(self.known)[SHOWN_REASONS:])
         if left:
             yield f"{left:,} more for other reasons"

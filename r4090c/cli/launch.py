@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import subprocess
 import sys
@@ -176,13 +178,15 @@ def command(
             console.print(f"run [bold]{plan.run_id}[/bold]{which}  {plan.run_dir}", soft_wrap=True)
 
         if detach:
+            logs = _log_folder()  # before anything starts
             supervisor = start(fleet, cluster, wish, say, announce)
             plan = supervisor.plan
             if as_json:
                 print_json({"run_id": plan.run_id, "run_dir": plan.run_dir, "nodes": supervisor.names, "state": "running"})
             else:
                 click.echo(plan.run_id)
-            log = supervise_apart(plan.run_id, cluster.file, restarts, node_wait, attempts)
+            log = logs / f"{plan.run_id}.log"
+            supervise_apart(plan.run_id, log, cluster.file, restarts, node_wait, attempts)
             console.print(f"detached; supervised by a process of its own: {log}", soft_wrap=True, markup=False)
             console.print(pasteable(f"  follow with: r4090c attach {plan.run_id}"), soft_wrap=True, markup=False)
             return Exit.OK
@@ -227,19 +231,31 @@ def _hang(after_s: float | None) -> Hang | None:
     return replace(HANG, floor_s=after_s, start_s=max(HANG.start_s, after_s)) if after_s else None
 
 
-def supervise_apart(run_id: str, cluster_file: str, restarts: bool, node_wait: float | None, attempts: int | None) -> Path:
-    """Start a process that supervises a run when nobody follows it; return its log. It ends with the run."""
+def _log_folder() -> Path:
+    """Return the folder of the supervisors' logs, made. Raises UsageError when it cannot be had."""
     from r4090c.store import state_folder
 
-    log = state_folder() / "supervisors" / f"{run_id}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    folder = state_folder() / "supervisors"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        told = f"the supervisor's log cannot be written there: {error.strerror}"
+        raise UsageError(str(folder), told, "a writable folder", "export R4090C_STATE=FOLDER") from None
+    return folder
+
+
+def supervise_apart(
+    run_id: str, log: Path, cluster_file: str, restarts: bool, node_wait: float | None, attempts: int | None
+) -> None:
+    """Start a process that supervises a run when nobody follows it, and writes into `log`. It ends with the run."""
     argv = [sys.executable, "-m", "r4090c", "attach", run_id, "--successor", "--cluster", str(Path(cluster_file).resolve())]
     argv += [] if restarts else ["--no-restart"]
     argv += [] if node_wait is None else ["--node-wait", str(node_wait)]
     argv += [] if attempts is None else ["--attempts", str(attempts)]
     with log.open("ab") as output:
         subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/")
-    return log
 
 
 def variables(env: tuple[str, ...]) -> dict[str, str]:

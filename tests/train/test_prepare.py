@@ -505,6 +505,13 @@ def test_other_formats_name_the_command_that_makes_records_of_them(
     assert b"so\nso\0" in (tmp_path / "out" / "tokens.bin").read_bytes()
 
 
+def test_keys_of_the_data_do_not_reach_the_terminal_as_escapes(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [{"\x1b[2Jkey\n": [{"a": 1}]}])
+    done = run(file, "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert done.returncode == 1
+    assert "its keys: \ufffd[2Jkey\ufffd; rename them" in done.stderr and "\x1b" not in done.stderr
+
+
 def test_one_line_that_is_a_list_is_a_bad_record_and_not_the_whole_file(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", [[1], {"text": "fine"}, {"text": "also"}, [2]])
     done = run(file, "--tokenizer", "bytes", "--out", tmp_path / "out", "--max-bad", 2)

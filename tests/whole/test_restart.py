@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from tests.lab.lab import Lab
+from tests.lab.toy import changed_cluster, toy_python
 from tests.whole.following import QUICK_PYTHON, Process, nothing_runs, starter
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
@@ -156,3 +158,72 @@ def test_nobody_attaches_to_what_has_ended(start: Callable[..., Process], script
     attach = start("attach", process.run_id)
     assert attach.end() == 2
     assert "has ended: done" in attach.text
+
+
+# --------------------------------------------------------------------------- recipes, under a stand-in for torch
+
+
+@pytest.fixture
+def recipe(lab4: Lab, tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    """Yield a function that starts `r4090c COMMAND …` on a cluster where `tiny` trains without torch."""
+    path = changed_cluster(lab4, "restart", python=toy_python(lab4))
+    with starter(tmp_path, path) as begin:
+        yield lambda command, *words: begin(command, *(["--no-gate", "--nodes", "2"] if command == "launch" else []), *words)
+    lab4.mend()
+
+
+def kill_rank(lab: Lab, node: str) -> None:
+    """Kill the rank on a node once there is one."""
+    deadline = time.monotonic() + 30
+    while True:
+        ranks = [pid for pid, line in lab.processes(node) if "toy_train.py" in line]
+        if ranks:
+            lab.kill(node, ranks[0])
+            return
+        assert time.monotonic() < deadline, lab.processes(node)
+        time.sleep(0.05)
+
+
+def test_who_looks_on_starts_no_attempt_of_its_own(recipe: Callable[..., Process], lab4: Lab) -> None:
+    launch = recipe("launch", "tiny", "--set", "steps=60", "--set", "checkpoint.every_steps=10", "--json")
+    launch.wait_for("step 12/60")
+    looker = recipe("attach", launch.run_id)
+    looker.wait_for("looking on only")
+    kill_rank(lab4, "node02")
+    assert looker.end() == 1, looker.text
+    assert "supervising from here on" not in looker.text and "starting again" not in looker.text
+    assert launch.end() == 0, launch.text
+    told = json.loads(next(line for line in launch.lines if line.startswith("{")))
+    assert (told["outcome"], told["attempts"], told["attempt"]) == ("done", 2, 2)
+
+
+def test_a_stop_while_the_next_attempt_starts_ends_the_run(recipe: Callable[..., Process], lab4: Lab) -> None:
+    launch = recipe("launch", "tiny", "--set", "steps=500", "--set", "checkpoint.every_steps=10")
+    launch.wait_for("step 12/500")
+    kill_rank(lab4, "node02")
+    launch.wait_for("starting again on the same nodes")
+    stop = recipe("stop", launch.run_id)
+    assert stop.end() == 0, stop.text
+    assert launch.end() == 1, launch.text
+    assert "stopped by " in launch.text
+    assert nothing_runs(lab4)
+
+
+def test_a_run_that_is_about_to_go_on_is_not_resumed_by_somebody_else(recipe: Callable[..., Process], lab4: Lab) -> None:
+    launch = recipe("launch", "tiny", "--set", "steps=300", "--set", "checkpoint.every_steps=10")
+    launch.wait_for("step 12/300")
+    run_id = launch.run_id
+    kill_rank(lab4, "node02")
+    for attempt, node in ((2, "node01"), (3, "node02")):  # neither lives to save a checkpoint
+        launch.wait_for(f"attempt {attempt} ")
+        kill_rank(lab4, node)
+    launch.wait_for("starting again in 10 s")
+    other = recipe("launch", "--resume", run_id)
+    assert other.end() == 2, other.text
+    assert "is about to start its next attempt" in other.text
+    launch.popen.terminate()
+    assert launch.end() == 130
+    assert "nothing is running" in launch.text
+    third = recipe("launch", "--resume", run_id, "--set", "steps=15")
+    assert third.end() == 0, third.text
+    assert nothing_runs(lab4)
