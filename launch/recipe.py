@@ -162,7 +162,10 @@ def load_recipe(target: str, sets: Sequence[str] = (), base: dict[str, Any] | No
 def model_in(folder: str, culprit: str) -> dict[str, Any]:
     """Return what a recipe says of the model in `folder`, as transformers saves one. Raises UsageError naming the `culprit`."""
     file = Path(folder).expanduser().absolute() / "config.json"
-    wanted = "a model's folder, at this path here and on the nodes (else name family and config in a recipe)"
+    wanted = (
+        "a model's folder, at this path here and on the nodes; a relative one is looked for where this is typed "
+        "(`model.weights` in a recipe: below <paths.shared>/r4090c/models, with family and config beside it)"
+    )
     remedy = "r4090c recipes show llama7b"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -54,6 +54,15 @@ def limited_to(mib: int) -> Iterator[Path]:
     raise LabError(f"no memory limit can be set here: {told}")
 
 
+def why_not() -> str | None:
+    """Return why no memory limit can be set here, None where it can."""
+    try:
+        with limited_to(64):
+            return None
+    except LabError as error:
+        return str(error)
+
+
 def join(group: Path, pids: Iterable[int]) -> None:
     """Move processes, by this machine's pids, into the group; one that is gone meanwhile is left out."""
     for pid in pids:

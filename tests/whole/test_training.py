@@ -71,6 +71,7 @@ def test_what_was_trained_is_exported_on_a_node(lab4: Lab, state: Path, two_node
     told = cli.run_json("export", two_nodes["run_id"], *cluster, state=state)
     assert isinstance(told, dict)
     assert (told["kind"], told["step"], told["out"]) == ("model", STEPS, f"{two_nodes['run_dir']}/export")
+    assert told["node"] in two_nodes["nodes"] and f"from_pretrained('{told['out']}')" in told["load"]
     assert {"config.json", "model.safetensors", "r4090c.json"} <= {path.name for path in Path(told["out"]).iterdir()}
     code, _, errors = cli.run("export", two_nodes["run_id"], *cluster, state=state)
     assert code == 2
