@@ -23,7 +23,7 @@ HOLD_S = 30.0
 """est.: who waits between two attempts says so every ten seconds (launch/attempts.py); so long after its death others wait."""
 
 LIST = r"""
-import json, os, time
+import glob, json, os, time
 
 def load(path):
     try:
@@ -85,6 +85,8 @@ def main(request):
             attempted = os.path.join(folder, "attempt_%s" % plan.get("attempt"), "recipe.json")
             one["attempted"] = load(attempted)
             one["between"] = load(os.path.join(folder, "between.json"))
+            earlier = [load(path) for path in glob.glob(os.path.join(glob.escape(folder), "attempt_*", "plan.json"))]
+            one["earlier"] = sorted({name for found in earlier if isinstance(found, dict) for name in node_names(found)})
             one["recipe"] = load(os.path.join(folder, "recipe.json")) or one["attempted"]
         one["checkpoints"] = checkpoints(os.path.join(folder, "checkpoints")) if request["only"] else []
         one["stop"] = load(os.path.join(folder, "stop.json")) if request["only"] else None
@@ -168,6 +170,8 @@ class Run:
     placement: str | None = None
     attempted: Mapping[str, Any] | None = None
     """The recipe of the last attempt, whether or not the ranks took it; told by `find_run` only."""
+    earlier_nodes: tuple[str, ...] = ()
+    """Nodes of its attempts that the last one does not have; told by `find_run` only."""
     between: Mapping[str, Any] | None = None
     """Who is about to start its next attempt ("id", "who"); told by `find_run` only."""
     stopped_by: str | None = None
@@ -232,11 +236,12 @@ def _run(one: Mapping[str, Any], now: float) -> Run:
     if state == "failed" and isinstance(told, dict) and told.get("attempt") == plan["attempt"]:
         cause = str(told["summary"])  # by a supervisor, which also knew whom it could not reach
     last = one["last"]
+    nodes = tuple(str(node["name"]) for node in plan["nodes"])
     return Run(
         id=str(plan["run_id"]),
         state=state,
         recipe=str(plan["recipe"]),
-        nodes=tuple(str(node["name"]) for node in plan["nodes"]),
+        nodes=nodes,
         run_dir=str(one["folder"]),
         attempt=int(plan["attempt"]),
         step=last.get("step") if isinstance(last, dict) else None,
@@ -248,6 +253,7 @@ def _run(one: Mapping[str, Any], now: float) -> Run:
         attempted=one.get("attempted"),
         checkpoints=tuple(one["checkpoints"]),
         placement=placement_of(one["agents"]),
+        earlier_nodes=tuple(name for name in one.get("earlier", ()) if name not in nodes),
         between=_between(one.get("between"), now),
         stopped_by=str(one["stop"].get("by")) if isinstance(one.get("stop"), dict) else None,
     )
@@ -304,9 +310,13 @@ def hold_between(fleet: Fleet, run_dir: str, me: Mapping[str, str] | None) -> st
 
 
 def ask_any(fleet: Fleet, source: str, request: object, nodes: Sequence[str] | None = None) -> Any:
-    """Return the answer of the first node that gives one, asked in turn. Raises CouldNotTell when none does."""
+    """Return the answer of the first node that gives one, asked in turn, those that are connected first.
+
+    Raises CouldNotTell when none does.
+    """
     last: NodeError | None = None
-    for name in nodes or list(fleet.nodes):
+    connected = set(fleet.connected())
+    for name in sorted(nodes or list(fleet.nodes), key=lambda name: name not in connected):
         try:
             shell: Shell = fleet.shell(name)
             return shell.ask(source, request).value

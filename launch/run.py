@@ -94,6 +94,11 @@ class Prepared:
     warnings: tuple[str, ...] = ()
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 node", "2 nodes"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def prepare(fleet: Fleet | None, cluster: Cluster, wish: Wish) -> Prepared:
     """Return what is to be run. Asks the nodes only to resume; without that `fleet` may be None. Raises UsageError."""
     runs_folder = PurePosixPath(wish.nodes[0].paths.runs)
@@ -464,7 +469,7 @@ def _start(
         except BaseException as error:  # noqa: BLE001 -- carried to the caller's thread
             synced.append(error)
 
-    say(f"checking {len(names)} nodes, syncing the code")
+    say(f"checking {counted(len(names), 'node')}, syncing the code")
     thread = threading.Thread(target=bring_code, daemon=True)
     thread.start()
     _, facts, findings = run_preflight(fleet, cluster, prepared.nodes, level=Level.QUICK)
@@ -491,7 +496,7 @@ def _start(
         files[str(prepared.run.attempt_recipe(prepared.attempt))] = json.dumps(prepared.recipe, indent=1)
     supervisor = Supervisor(fleet, plan, secrets.token_hex(16), me=me, nobody_s=nobody_s)
     announce(plan)
-    say(f"starting {plan.world_size} ranks on {', '.join(names)}")
+    say(f"starting {counted(plan.world_size, 'rank')} on {', '.join(names)}")
     supervisor.start(files, again=wish.again)
     return supervisor
 

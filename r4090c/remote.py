@@ -801,6 +801,10 @@ class Fleet:
                 shell = self._shells[name] = Shell(self.nodes[name])
             return shell
 
+    def connected(self) -> list[str]:
+        """Return the nodes with a connection that is believed in."""
+        return [name for name, shell in list(self._shells.items()) if shell.alive]
+
     def map(self, function: Callable[[Shell], R], nodes: Iterable[str] | None = None) -> dict[str, R | NodeError]:
         """Return `function(shell)` or the NodeError for each node, all in parallel (at most `pool` at once).
 

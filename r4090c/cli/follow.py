@@ -85,6 +85,7 @@ def follow_attempt(
     keeps us from following: what runs in the foreground does not go on unseen. `leaves`: then the attempt goes on instead.
     `resumable`: say how, after Ctrl-C. `first`: the first line of metrics of the attempts before.
     """
+    from launch.run import counted
     from launch.supervise import account, failure
 
     console = err()
@@ -141,8 +142,8 @@ def follow_attempt(
         return Followed(told, error.exit_code, supervisor, outcome, view.first)
     if view.last:
         console.print(
-            f"[green]done[/green] in {time.time() - began:.1f} s: {view.last['step']} steps, "
-            f"{view.change()} on {len(supervisor.names)} nodes",
+            f"[green]done[/green] in {time.time() - began:.1f} s: {counted(view.last['step'], 'step')}, "
+            f"{view.change()} on {counted(len(supervisor.names), 'node')}",
             soft_wrap=True,
         )
     else:

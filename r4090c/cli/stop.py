@@ -27,7 +27,7 @@ def command(run_id: str, dry_run: bool, cluster_file: str | None, as_json: bool)
     cluster = load(cluster_file)
     with Fleet(cluster.nodes) as fleet:
         run = find_run(fleet, cluster, run_id)
-        known = [name for name in run.nodes if name in fleet.nodes]
+        known = [name for name in (*run.nodes, *run.earlier_nodes) if name in fleet.nodes]
         if dry_run:
             if as_json:
                 print_json({"run_id": run.id, "was": run.state, "nodes": known, "dry_run": True})
@@ -37,7 +37,7 @@ def command(run_id: str, dry_run: bool, cluster_file: str | None, as_json: bool)
         by = f"{account()} (r4090c stop)"
         note_stop(fleet, run, by)  # first: a supervisor between two attempts must not start the next one
         result = stop_run(fleet, run.id, known, by)
-    missing = sorted((set(run.nodes) - set(known)) | set(result.unreachable))
+    missing = sorted((set(run.nodes) - set(known)) | (set(run.nodes) & set(result.unreachable)))
     if as_json:
         print_json({"run_id": run.id, "was": run.state, "left": result.left, "unreachable": missing})
     elif not result.left and not missing:

@@ -112,7 +112,8 @@ def test_a_spare_that_rests_is_not_taken() -> None:
 
 
 def test_a_node_that_somebody_chose_is_not_thrown_out_for_what_it_did_to_another_run() -> None:
-    decision = decide([ended("node01", 20)], answering(*TWO, resting={"node02": "fell off the bus yesterday"}), any_number, POLICY)
+    stock = answering(*TWO, resting={"node02": "fell off the bus yesterday"})
+    decision = decide([ended("node01", 20)], stock, any_number, POLICY)
     assert (decision.go, decision.nodes) == ("again", TWO)
 
 
