@@ -61,6 +61,7 @@ MOST_UNSENT = MOST_LINE = 1 << 20  # bytes; an event with its log lines has 10 K
 SHARED_READ_S = 3.0  # est.: reading the end of a log from an NFS that works
 START_S = 10.0  # est.: a loaded node starts python in a second or two
 LOCK_S = 12.0  # a `start` going on takes at most START_S
+SUPERVISOR_SILENT_S = 15.0  # est.: a controller beats once a second, over SSH
 STUCK_S = 60  # a follower whose reader takes nothing for this long ends
 LOG_TAIL = 4000  # bytes of a log that go into an event
 SCRIPT_S = 30.0  # est.: the wrapper becomes the script in milliseconds, a Python on a slow NFS takes longer
@@ -1460,11 +1461,23 @@ def new_lines(path: str, offset: int, whole: bool = False) -> Tuple[List[Tuple[s
 
 
 class Claim:
-    """A controller's claim to supervise a run: a kernel lock on the lead, held by its follower, and so free when that is gone."""
+    """A controller's claim to supervise a run: a kernel lock on the lead, held by its follower, and so free when that is gone.
+
+    The controller says something on standard input at least once a second: a machine that fell off the network says nothing.
+    """
 
     def __init__(self, folder: str, me: Json) -> None:
         self.folder, self.me = folder, me
         self._lock: Optional[int] = None
+        self._heard = time.monotonic()
+
+    def silent(self) -> bool:
+        """True when the controller has gone, or has not been heard for SUPERVISOR_SILENT_S."""
+        while select.select([0], [], [], 0)[0]:
+            if not os.read(0, 4096):
+                return True
+            self._heard = time.monotonic()
+        return time.monotonic() - self._heard > SUPERVISOR_SILENT_S
 
     def holder(self) -> Optional[Json]:
         """Return who supervises: `me`, taking the lock when it is free, or who has it; None when that cannot be told."""
@@ -1490,7 +1503,7 @@ def follow(run_id: str, node: str, files: List[List[Any]], me: Optional[Json] = 
     {"line": [name, text], "offset"} of the `files`, [[name, path, offset]]; {"state"} when it changed, before the lines that
     came with it but after the last ones;
     {"beat"} every second; {"agent_gone", "state"} when the agent is not there and told no end. Ends when
-    nobody reads any more.
+    nobody reads any more, and with `me` when that says nothing any more.
     """
     places = {name: [path, offset] for name, path, offset in files}
     last: Optional[Json] = None
@@ -1498,6 +1511,8 @@ def follow(run_id: str, node: str, files: List[List[Any]], me: Optional[Json] = 
     claim = Claim(local_path(run_id, node), me) if me is not None else None
     supervisor: Optional[Json] = None
     while True:
+        if claim is not None and claim.silent():
+            return
         found = read_json(os.path.join(local_path(run_id, node), "state.json"))
         alive = is_alive(found)
         if alive:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launch.diagnose import Cause, mends
 from launch.env import HIDDEN
-from launch.jobs import HOLD_S, Run, find_run, hold_between
+from launch.jobs import HOLD_S, Run, find_run, give_up, hold_between
 from launch.plan import Plan
 from launch.recipe import accumulation_of, world_sizes_allowed
 from launch.restart import REST_S, Decision, Ended, Policy, Stock, decide
@@ -20,6 +21,7 @@ from r4090c.remote import Fleet, NodeError
 from r4090c.store import rest_node, resting_nodes
 
 POLL_S = HOLD_S / 3
+OTHER = " starts the next attempt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Attempts:
     def after_no_start(self, plan: Plan, error: R4090cError) -> Next:
         """Return what follows an attempt that could not start; `plan`: of the one before."""
         if isinstance(error, UsageError):
-            return Next(None, str(error))
+            return self._over(plan, str(error))
         run = self._run(plan.run_id)
         if run is not None and run.state in ("running", "done"):
             return Next(None, f"it is {run.state}: somebody else has started attempt {run.attempt}")
@@ -70,7 +72,7 @@ class Attempts:
         while True:
             refused = self._not_mine(plan)
             if refused:
-                return Next(None, refused)
+                return self._over(plan, refused)
             stock, refuses = self._stock(plan, time.monotonic() - began), self._sizes(plan)
             decision = decide(self._history, stock, refuses, self.policy)
             self._rest(decision.rest, stock.resting)
@@ -83,9 +85,13 @@ class Attempts:
             if decision.go == "again" and decision.wait_s:
                 refused = self._wait(plan, decision.wait_s)
             if decision.go == "give-up" or refused:
-                self.let_go(plan)
-                return Next(None, refused or decision.why)
+                return self._over(plan, refused or decision.why)
             return self._again(plan, decision)
+
+    def _over(self, plan: Plan, why: str) -> Next:
+        if not why.endswith(OTHER):
+            self.let_go(plan, why)
+        return Next(None, why)
 
     def _wait(self, plan: Plan, wait_s: float) -> str:
         """Wait before the next attempt; return why there is to be none, "" when nothing speaks against it."""
@@ -102,8 +108,8 @@ class Attempts:
         given = {name: var.value for name, var in plan.nodes[0].env.items() if var.origin == "--env"}
         hidden = sorted(name for name, value in given.items() if value == HIDDEN)
         if hidden:
-            self.let_go(plan)
-            return Next(None, f"the values of {', '.join(hidden)} are secret, and known to the launch that gave them only")
+            told = f"the values of {', '.join(hidden)} are secret, and known to the launch that gave them only"
+            return self._over(plan, told)
         known = {node.name: node for node in self.cluster.nodes}
         self._wish = replace(
             self._wish,
@@ -122,20 +128,17 @@ class Attempts:
         """Return why this supervisor is not to start the next attempt, "" when it is, which is noted for others to see."""
         run = self._run(plan.run_id)
         if run is not None and run.stopped_by:
-            self.let_go(plan)
             return f"stopped by {run.stopped_by}"
         try:
             other = hold_between(self.fleet, plan.run_dir, self.me)
         except R4090cError:  # no node answers: nobody else gets further either
             return ""
-        return f"{other} starts the next attempt" if other else ""
+        return f"{other}{OTHER}" if other else ""
 
-    def let_go(self, plan: Plan) -> None:
-        """Note that nobody is about to start another attempt."""
-        try:
-            hold_between(self.fleet, plan.run_dir, None)
-        except R4090cError:
-            return
+    def let_go(self, plan: Plan, why: str) -> None:
+        """Note for those who look on why nobody starts another attempt."""
+        with contextlib.suppress(R4090cError):  # no node answers: nobody looks on either
+            give_up(self.fleet, plan.run_dir, why)
 
     def _run(self, run_id: str) -> Run | None:
         """Return the run as its folder tells, None when nobody can read it."""

@@ -32,6 +32,7 @@ MOST_GAP_S = 5.0  # the agent looks twice a second; when it did not, it was froz
 KEPT_STEPS = 64  # whose median is the step time
 SETTLED_STEPS = 2  # the first step compiles, allocates, and opens connections
 MOST_BEAT = 4096  # bytes; a beat has 70
+MOST_STEP = 10**15  # a float tells one from the next
 MOST_FRAMES = 12
 MOST_SHOWN = 200  # letters of a frame
 MOST_TEXT = 1 << 18  # bytes of one stack dump: 100 threads of 100 frames
@@ -137,7 +138,7 @@ def parse_beat(text: bytes) -> Optional[Beat]:
     if not isinstance(told, dict):
         return None
     phase, step, when = told.get("phase"), told.get("step"), told.get("time")
-    if not isinstance(phase, str) or isinstance(step, bool) or not isinstance(step, int):
+    if not isinstance(phase, str) or isinstance(step, bool) or not isinstance(step, int) or abs(step) > MOST_STEP:
         return None
     if isinstance(when, bool) or not isinstance(when, (int, float)) or not math.isfinite(when):
         return None
@@ -145,8 +146,19 @@ def parse_beat(text: bytes) -> Optional[Beat]:
 
 
 def read_beat(folder: str, rank: int) -> Optional[Beat]:
-    """Return the last beat of `rank` in the node-local folder, None when there is none."""
-    return parse_beat(head(os.path.join(folder, "beat-%d.json" % rank), MOST_BEAT))
+    """Return the last beat of `rank` in the node-local folder, None when there is none, or no plain file."""
+    try:
+        descriptor = os.open(
+            os.path.join(folder, "beat-%d.json" % rank), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        )
+    except OSError:
+        return None
+    try:
+        return parse_beat(os.read(descriptor, MOST_BEAT)) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def limits_of(plan: Json) -> Optional[Limits]:

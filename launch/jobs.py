@@ -81,10 +81,10 @@ def main(request):
                 agents[name] = found
         one = {"folder": folder, "plan": plan, "agents": agents, "last": last_line(os.path.join(folder, "metrics.jsonl"))}
         one["diagnosis"] = load(os.path.join(folder, "diagnosis.json"))
+        one["between"] = load(os.path.join(folder, "between.json"))
         if request["only"]:
             attempted = os.path.join(folder, "attempt_%s" % plan.get("attempt"), "recipe.json")
             one["attempted"] = load(attempted)
-            one["between"] = load(os.path.join(folder, "between.json"))
             earlier = [load(path) for path in glob.glob(os.path.join(glob.escape(folder), "attempt_*", "plan.json"))]
             one["earlier"] = sorted({name for found in earlier if isinstance(found, dict) for name in node_names(found)})
             one["recipe"] = load(os.path.join(folder, "recipe.json")) or one["attempted"]
@@ -124,10 +124,7 @@ import json, os, time
 def main(request):
     aside, path, told = request["path"] + ".tmp", request["path"], request["told"]
     try:
-        if told is None:
-            os.unlink(path)
-            return None
-        if "for_s" in told:
+        if "for_s" in told:  # else it is over: whoever says so has held it
             told["until"] = time.time() + told.pop("for_s")
             try:
                 with open(path) as handle:
@@ -149,7 +146,8 @@ def main(request):
 class Run:
     """One run as its folder tells.
 
-    `state`: running, done, failed, stopped, lost (agents silent, no end told), unreadable. `placement`: how many ranks were read
+    `state`: running, waiting (failed, and about to be started again), done, failed, stopped, lost (agents silent, no end told),
+    unreadable. `placement`: how many ranks were read
     back and are as planned, None = none was read yet. `resolved` (the recipe) and `checkpoints` (names of the complete ones)
     are told by `find_run` only.
     """
@@ -173,7 +171,9 @@ class Run:
     earlier_nodes: tuple[str, ...] = ()
     """Nodes of its attempts that the last one does not have; told by `find_run` only."""
     between: Mapping[str, Any] | None = None
-    """Who is about to start its next attempt ("id", "who"); told by `find_run` only."""
+    """Who is about to start its next attempt ("id", "who")."""
+    given_up: str | None = None
+    """Why nobody starts it again, where its supervisor said so."""
     stopped_by: str | None = None
     """Who ended it by `r4090c stop`, since its last start; told by `find_run` only."""
 
@@ -235,6 +235,9 @@ def _run(one: Mapping[str, Any], now: float) -> Run:
     state, cause = run_state(plan, one["agents"], now)
     if state == "failed" and isinstance(told, dict) and told.get("attempt") == plan["attempt"]:
         cause = str(told["summary"])  # by a supervisor, which also knew whom it could not reach
+    between = _between(one.get("between"), now)
+    if between is not None and state in ("failed", "stopped", "lost"):
+        state, cause = "waiting", f"{between.get('who')} starts it again" + (f"; {cause}" if cause else "")
     last = one["last"]
     nodes = tuple(str(node["name"]) for node in plan["nodes"])
     return Run(
@@ -254,7 +257,8 @@ def _run(one: Mapping[str, Any], now: float) -> Run:
         checkpoints=tuple(one["checkpoints"]),
         placement=placement_of(one["agents"]),
         earlier_nodes=tuple(name for name in one.get("earlier", ()) if name not in nodes),
-        between=_between(one.get("between"), now),
+        between=between,
+        given_up=str(one["between"]["given_up"]) if "given_up" in (one.get("between") or {}) else None,
         stopped_by=str(one["stop"].get("by")) if isinstance(one.get("stop"), dict) else None,
     )
 
@@ -299,14 +303,19 @@ def note_stop(fleet: Fleet, run: Run, by: str) -> None:
     ask_any(fleet, WRITE, {"path": str(RunPaths(PurePosixPath(run.run_dir)).stop), "told": told})
 
 
-def hold_between(fleet: Fleet, run_dir: str, me: Mapping[str, str] | None) -> str | None:
-    """Note for HOLD_S that `me` is about to start the next attempt; return who else is, or None. None = nobody is any more.
+def hold_between(fleet: Fleet, run_dir: str, me: Mapping[str, str]) -> str | None:
+    """Note for HOLD_S that `me` is about to start the next attempt; return who else is, or None.
 
     A folder that cannot be written keeps nobody from going on. Raises CouldNotTell when no node answers.
     """
-    told = None if me is None else {**me, "for_s": HOLD_S}
+    told = {**me, "for_s": HOLD_S}
     other = ask_any(fleet, WRITE, {"path": str(RunPaths(PurePosixPath(run_dir)).between), "told": told})
     return str(other.get("who")) if isinstance(other, dict) else None
+
+
+def give_up(fleet: Fleet, run_dir: str, why: str) -> None:
+    """Note why nobody starts the run again, for those who look on. Raises CouldNotTell when no node answers."""
+    ask_any(fleet, WRITE, {"path": str(RunPaths(PurePosixPath(run_dir)).between), "told": {"given_up": why}})
 
 
 def ask_any(fleet: Fleet, source: str, request: object, nodes: Sequence[str] | None = None) -> Any:

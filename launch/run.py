@@ -16,7 +16,7 @@ from typing import Any
 
 from launch.forecast import Forecast, fewer_nodes, forecast_json, refusal
 from launch.holders import GpusTaken, holders, wait_until_free
-from launch.jobs import Run, find_run, list_runs
+from launch.jobs import Run, find_run, hold_between, list_runs
 from launch.measured import Known, remembered
 from launch.plan import HANG, Code, Hang, Job, Plan, Ports, make_plan
 from launch.planning import command_of, foresee, other_ways, told_options
@@ -433,9 +433,13 @@ def start(
     """
 
     def require_wanted() -> None:
-        by = find_run(fleet, cluster, wish.resume).stopped_by if wish.again and wish.resume else None
-        if by:
-            raise TrainingFailed(f"run {wish.resume}", f"stopped by {by}", "", f"r4090c launch --resume {wish.resume}")
+        if not wish.again or not wish.resume:
+            return
+        run = find_run(fleet, cluster, wish.resume)
+        if run.stopped_by:
+            raise TrainingFailed(f"run {run.id}", f"stopped by {run.stopped_by}", "", f"r4090c launch --resume {run.id}")
+        if me is not None:
+            hold_between(fleet, run.run_dir, me)
 
     while True:
         try:

@@ -211,6 +211,8 @@ class Supervisor:
         stream.set_timeout(SILENT_S)
         try:
             for line in stream.lines():
+                if node.node_rank == 0:
+                    stream.send("")  # a beat: who is silent supervises no longer
                 try:
                     message = json.loads(line)
                 except ValueError:
@@ -285,6 +287,8 @@ class Supervisor:
             watcher.note(f"{other} supervises this run; looking on only")
         elif other is None and self._other is not None:
             watcher.note(f"{self._other} is gone; supervising from here on")
+        elif other is None and self._token is None and not self.supervises:
+            watcher.note("nobody supervises this run; supervising from here on")
         self._other, self.supervises = other, other is None
 
     def _stop_the_late(self, watcher: Watcher) -> None:

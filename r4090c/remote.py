@@ -503,6 +503,11 @@ class Stream:
         if buffer:
             yield buffer.decode(errors="replace")
 
+    def send(self, line: str) -> None:
+        """Send a line to the command's standard input; one that has gone takes none."""
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            self._channel.sendall(line.encode() + b"\n")
+
     @property
     def rc(self) -> int | None:
         """Exit status once the command ended by itself; None while it runs and when the connection was lost."""

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import click
 
 from r4090c.cli.common import cluster_option, err, json_option, load, print_json
-from r4090c.cli.follow import follow_run, policy_of, restart_options
+from r4090c.cli.follow import Onlooker, follow_run, policy_of, restart_options
 from r4090c.errors import Exit, UsageError
 
 if TYPE_CHECKING:
+    from launch.jobs import Run
     from launch.supervise import Supervisor
 
 
@@ -54,7 +55,14 @@ def command(
 
     with Fleet(cluster.nodes) as fleet:
         run = find_run(fleet, cluster, run_id)
-        if run.state != "running" and not (successor and run.state == "failed"):
+        waited = False
+        while run.state == "waiting" and not successor:
+            if not waited:
+                say(f"between two attempts: {run.cause}")
+                waited = True
+            time.sleep(1.0)
+            run = find_run(fleet, cluster, run_id)
+        if run.state != "running" and not (successor and run.state in ("failed", "waiting")):
             again = f"r4090c launch --resume {run.id}" if run.steps else f"r4090c logs {run.id}"
             told = f"has ended: {run.state}" + (f": {run.cause}" if run.cause else "")
             raise UsageError(f"run {run.id}", told, "a run that goes on", again)
@@ -67,6 +75,9 @@ def command(
             raise UsageError("--restart", f"run {run.id} is of a script, which is not kept here", "the launch that started it")
         me, wish = who_i_am(), wish_of(plan, [fleet.nodes[name] for name in run.nodes])
 
+        def attached(run: Run) -> Supervisor:
+            return Supervisor(fleet, plan_from(run.plan), None, me=me, nobody_s=math.inf)
+
         def begin() -> Supervisor:
             console.print(f"run [bold]{plan.run_id}[/bold]  {plan.run_dir}", soft_wrap=True)
             return Supervisor(fleet, plan, None, me=me, nobody_s=math.inf, successor=successor)
@@ -78,6 +89,7 @@ def command(
             began,
             as_json,
             leaves=True,
+            onlooker=Onlooker(lambda: find_run(fleet, cluster, run_id), attached),
         )
     if as_json:
         print_json(result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,17 +14,20 @@ import click
 
 from netcheck.report_text import printable
 from r4090c.cli.common import err, pasteable, tell_error
-from r4090c.errors import Exit, R4090cError
+from r4090c.errors import Exit, R4090cError, UsageError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from launch.attempts import Attempts
+    from launch.jobs import Run
     from launch.plan import Plan
     from launch.restart import Policy
     from launch.run import Wish
     from launch.supervise import Outcome, Supervisor
 
+ABANDONED_S = 45.0
+"""est.: a supervisor says within two seconds that it is about to start the next attempt, and says so anew every ten."""
 SAID = ("profile  ", "notice   ", "resume   ", "left ", "removed ")
 """How lines of rank 0's log begin that are for whoever looks on (train/main.py, train/profiling.py)."""
 
@@ -53,6 +58,8 @@ def policy_of(node_wait_s: float | None, attempts: int | None) -> Policy:
     """Return how patient a run is."""
     from launch.restart import RETURN_S, WITHOUT_PROGRESS, Policy
 
+    if node_wait_s is not None and not math.isfinite(node_wait_s):
+        raise UsageError(f"--node-wait {node_wait_s}", "no number of seconds", "seconds")
     return Policy(attempts or WITHOUT_PROGRESS, RETURN_S if node_wait_s is None else node_wait_s)
 
 
@@ -105,8 +112,9 @@ def follow_attempt(
         ended: dict[str, Any] = {"run_id": plan.run_id, "run_dir": plan.run_dir, "outcome": "left" if leaves else "stopped"}
         if leaves:
             supervisor.leave()
-            left = pasteable(f"left; {plan.run_id} goes on: r4090c attach {plan.run_id}, r4090c stop {plan.run_id}")
-            console.print(f"\n{left}", soft_wrap=True, markup=False)
+            alone = ", and NOBODY supervises it any more" if supervisor.supervises else ""
+            left = f"left; {plan.run_id} goes on{alone}: r4090c attach {plan.run_id}, r4090c stop {plan.run_id}"
+            console.print(f"\n{pasteable(left)}", soft_wrap=True, markup=False)
             return Followed(ended, Exit.INTERRUPTED, supervisor, None, first)
         console.print("\ninterrupted: stopping every rank on every node …")
         stopped = supervisor.stop(f"{account()} (Ctrl-C)")
@@ -159,27 +167,47 @@ def follow_run(
     quiet: bool = False,
     *,
     leaves: bool = False,
+    onlooker: Onlooker | None = None,
 ) -> tuple[dict[str, Any], int]:
     """Follow a run through its attempts to its end; return (what came of it, exit code).
 
-    `attempts`: decides what follows a failed one; None = nothing does. The rest is as in `follow_attempt`.
+    `attempts`: decides what follows a failed one; None = nothing does. `onlooker`: how to go on where another supervises. The
+    rest is as in `follow_attempt`.
     """
     followed: Followed | None = follow_attempt(begin, began, quiet, leaves=leaves)
     many = 0
     while followed is not None:
         last, many = followed, many + 1
-        followed = _follow_next(last, attempts, start_again, began, quiet, leaves) if attempts is not None else None
+        followed = _follow_next(last, attempts, start_again, onlooker, began, quiet, leaves)
     return {**last.told, "attempts": many}, last.code
 
 
 def _follow_next(
-    last: Followed, attempts: Attempts, start_again: Callable[[Wish], Supervisor], began: float, quiet: bool, leaves: bool
+    last: Followed,
+    attempts: Attempts | None,
+    start_again: Callable[[Wish], Supervisor],
+    onlooker: Onlooker | None,
+    began: float,
+    quiet: bool,
+    leaves: bool,
 ) -> Followed | None:
     """Decide what follows an attempt, and follow that to its end; None = nothing does."""
     outcome = last.outcome
-    if outcome is None or outcome.cause is None or not last.supervisor.supervises:
+    if outcome is None or outcome.cause is None:
         return None
+    from launch.jobs import give_up
+
     console, plan = err(), last.supervisor.plan
+    if not last.supervisor.supervises:
+        following = _look_on(last, onlooker) if onlooker is not None else None
+        if following is not None:
+            return follow_attempt(partial(_begun, following), began, quiet, leaves=leaves, first=last.first)
+        if onlooker is None or not onlooker.abandoned:
+            return None
+    if attempts is None:
+        with contextlib.suppress(R4090cError):
+            give_up(last.supervisor.fleet, plan.run_dir, "it is not to be: --no-restart, or a script of one's own")
+        return None
     failed: R4090cError | None = None
     while True:
         try:
@@ -193,12 +221,48 @@ def _follow_next(
             tell_error(error)
             failed = error
         except KeyboardInterrupt:
-            attempts.let_go(plan)
+            attempts.let_go(plan, "interrupted")
             again = pasteable(f"\n  resume: r4090c launch --resume {plan.run_id}") if plan.steps else ""
             console.print(f"\ninterrupted; nothing is running{again}", soft_wrap=True, markup=False)
             raise
         else:
             return follow_attempt(partial(_begun, supervisor), began, quiet, leaves=leaves, first=last.first)
+
+
+@dataclass
+class Onlooker:
+    """How who does not supervise goes on: `find` tells how the run stands, `attach` follows its last attempt.
+
+    `abandoned`: set when its supervisor has said nothing about what follows, and so is gone.
+    """
+
+    find: Callable[[], Run]
+    attach: Callable[[Run], Supervisor]
+    abandoned: bool = False
+
+
+def _look_on(last: Followed, onlooker: Onlooker) -> Supervisor | None:
+    """Return who follows the next attempt, once the run's supervisor has started it; None when there is none."""
+    console, told = err(), ""
+    until = time.monotonic() + ABANDONED_S
+    while time.monotonic() < until:
+        run = onlooker.find()
+        if run.attempt > last.supervisor.plan.attempt:
+            console.print(f"attempt {run.attempt}", soft_wrap=True)
+            return onlooker.attach(run)
+        over = run.given_up or (f"stopped by {run.stopped_by}" if run.stopped_by else "")
+        if over or run.state in ("done", "stopped"):
+            console.print(f"not started again: {over or run.state}", soft_wrap=True, markup=False)
+            return None
+        if run.between is not None:
+            until = time.monotonic() + ABANDONED_S
+            if told != run.between.get("who"):
+                told = str(run.between.get("who"))
+                console.print(f"{told} decides what follows", soft_wrap=True, markup=False)
+        time.sleep(1.0)
+    console.print("its supervisor has said nothing about what follows; deciding that here", soft_wrap=True)
+    onlooker.abandoned = True
+    return None
 
 
 def _begun(supervisor: Supervisor) -> Supervisor:

@@ -36,7 +36,7 @@ def command(cluster_file: str | None, everything: bool, as_json: bool) -> int:
     from rich.markup import escape
     from rich.table import Table
 
-    colours = {"running": "cyan", "done": "green", "failed": "red", "stopped": "yellow", "lost": "red"}
+    colours = {"running": "cyan", "waiting": "cyan", "done": "green", "failed": "red", "stopped": "yellow", "lost": "red"}
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("run", "state", "recipe", "nodes", "step", "started", "why"):
         table.add_column(name, overflow="fold", no_wrap=name in ("run", "state", "step", "started"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import subprocess
@@ -228,6 +229,8 @@ def _hang(after_s: float | None) -> Hang | None:
 
     if after_s is None:
         return HANG
+    if not math.isfinite(after_s):
+        raise UsageError(f"--hang-after {after_s}", "no number of seconds", "seconds, 0 = never")
     return replace(HANG, floor_s=after_s, start_s=max(HANG.start_s, after_s)) if after_s else None
 
 

@@ -27,7 +27,7 @@ def _next_attempt(fleet: Fleet, cluster: Cluster, run: Run, number: int) -> Run:
     from launch.jobs import find_run
 
     until = time.monotonic() + NEXT_S
-    while run.attempt == number and run.state == "failed" and time.monotonic() < until:
+    while run.attempt == number and (run.state == "waiting" or (run.state == "failed" and time.monotonic() < until)):
         time.sleep(POLL_S)
         run = find_run(fleet, cluster, run.id)
     return run
@@ -61,7 +61,7 @@ def command(
     with Fleet(cluster.nodes) as fleet:
         run = find_run(fleet, cluster, run_id)
         world = int(run.plan["world_size"])
-        if rank is not None and rank >= world:
+        if rank is not None and rank >= world and attempt in (None, run.attempt):
             raise UsageError(f"--rank {rank}", f"{run.id} has {world} ranks", f"0 to {world - 1}", f"r4090c logs {run.id}")
         if torchrun_node is not None and torchrun_node not in run.nodes:
             raise UsageError(f"--torchrun {torchrun_node}", f"{run.id} ran on {', '.join(run.nodes)}", "one of them")

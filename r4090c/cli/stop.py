@@ -44,6 +44,8 @@ def command(run_id: str, dry_run: bool, cluster_file: str | None, as_json: bool)
         click.echo(
             f"{run.id}: stopped; nothing of it is left running"
             if run.state == "running"
+            else f"{run.id}: stopped; it is not started again, and nothing of it is left running"
+            if run.state == "waiting"
             else f"{run.id}: had ended ({run.state}); nothing of it is left running"
         )
     if result.left:

@@ -76,6 +76,7 @@ def train(run: Path, recipe_file: Path) -> None:
     step_s, save_s = float(os.environ.get("TOY_STEP_S", "0.1")), float(os.environ.get("TOY_SAVE_S", "0.2"))
     block = os.urandom(1024) * int(os.environ.get("TOY_STATE_KIB", "256"))
     local, checkpoints = Path(os.environ["R4090C_LOCAL"]), run / "checkpoints"
+    print(f"rank {rank} of {count}", flush=True)  # as torch does: a log that has a page takes a last line on a full disk, too
     recipe = read_recipe(recipe_file)
     heartbeat = Heartbeat(run, rank)
     heartbeat.beat("import", 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -190,11 +191,28 @@ def test_who_looks_on_starts_no_attempt_of_its_own(recipe: Callable[..., Process
     looker = recipe("attach", launch.run_id)
     looker.wait_for("looking on only")
     kill_rank(lab4, "node02")
-    assert looker.end() == 1, looker.text
-    assert "supervising from here on" not in looker.text and "starting again" not in looker.text
     assert launch.end() == 0, launch.text
+    assert looker.end() == 0, looker.text
+    assert "supervising from here on" not in looker.text and "starting again" not in looker.text
+    assert "decides what follows" in looker.text and "attempt 2" in looker.text
     told = json.loads(next(line for line in launch.lines if line.startswith("{")))
     assert (told["outcome"], told["attempts"], told["attempt"]) == ("done", 2, 2)
+
+
+def test_who_looks_on_takes_over_from_a_supervisor_that_says_nothing_any_more(recipe: Callable[..., Process], lab4: Lab) -> None:
+    launch = recipe("launch", "tiny", "--set", "steps=600", "--set", "checkpoint.every_steps=10")
+    launch.wait_for("step 12/600")
+    looker = recipe("attach", launch.run_id)
+    looker.wait_for("looking on only")
+    launch.popen.send_signal(signal.SIGSTOP)  # as a machine that fell off the network
+    looker.wait_for("is gone; supervising from here on")
+    kill_rank(lab4, "node02")
+    looker.wait_for("starting 2 ranks")
+    launch.popen.kill()
+    stop = recipe("stop", looker.run_id)
+    assert stop.end() == 0, stop.text
+    assert looker.end() == 1, looker.text
+    assert nothing_runs(lab4)
 
 
 def test_a_stop_while_the_next_attempt_starts_ends_the_run(recipe: Callable[..., Process], lab4: Lab) -> None:
