@@ -139,6 +139,15 @@ def tail(path: str, limit: int) -> str:
         return ""
 
 
+def free_bytes(folder: str) -> Optional[int]:
+    """Return how much may be written to a folder's file system, None when it cannot be told."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
 def within(seconds: float, work: Callable[[], T], otherwise: T) -> T:
     """Return `work()`, or `otherwise` when it takes longer: how to touch a file system that may hang."""
     answers: List[T] = []
@@ -1038,6 +1047,7 @@ class Agent:
             oom_kills=killed,
             detail="rank %s ended, exit code %s" % (rank, record["exit"]),
             log_tail=text,
+            free_bytes=within(SHARED_READ_S, lambda: free_bytes(self.plan["run_dir"]), None),
         )
 
     def torchrun_failed(self, code: Optional[int]) -> Json:

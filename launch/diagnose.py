@@ -23,6 +23,8 @@ _UNREACHED = re.compile(
     r"could not be reached at (\S+):\d+ in .*: (Network is unreachable|No route to host|(?:Connection )?timed out)"
 )
 """What an agent tells of a lead that it never reached, where the network and not the agent is missing (launch/agent.py)."""
+FULL_BYTES = 64 * 1024
+"""est.: of a disk that is full some KiB may be free: less than a write takes."""
 SIGABRT, SIGTERM = 6, 15
 LAST_LINES = 12
 
@@ -305,6 +307,11 @@ def _rank_cause(event: Mapping[str, Any], node: str, rank: int | None, next_comm
         proof = f"oom_kill of /proc/vmstat rose by {kills} during the attempt"
         advice = ("offload less to host RAM", "fewer workers of the data loader", "r4090c plan RECIPE tells the host memory")
         return Cause("host-out-of-memory", node, rank, said, proof, kernel_log, when, advice)
+    room = event.get("free_bytes")
+    if not killed and isinstance(room, int) and room < FULL_BYTES and not text.strip():
+        said = f"rank {rank} on {node} ended without a word, and the disk of the run folder is full"
+        advice = ("df -h of the run folder: make room", "checkpoint.keep: fewer checkpoints")
+        return Cause("disk-full", node, rank, said, f"{room} bytes are free, and its log is empty", logs, when, advice)
     said = _error_line(text)
     how = f"was killed by {_signal(-code)}" if killed and isinstance(code, int) else f"exited with code {code}"
     summary = f"rank {rank} on {node} {'ended' if code is None else how}" + (f": {said}" if said and not killed else "")

@@ -26,7 +26,7 @@ from tests.lab.toy import changed_cluster, toy_python
 
 STEP = re.compile(r"^step (\d+)/\d+ ")
 RUN = re.compile(r"^run (\S+)  (\S+)$")
-ROUTINE = ("checking ", "starting ", "run ", "warning: ")
+ROUTINE = ("checking ", "starting ", "run ", "warning: ", "done in ")
 """How lines on stderr begin that tell of no fault."""
 LOOK_S = 0.02
 STRIKE_AT = 7
