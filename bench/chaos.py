@@ -237,7 +237,8 @@ def complaint(one: Trial, case: Case) -> str:
     patience_s = CLEAN_S + (60 if case.then == "nothing" and one.found.exit_code == -signal.SIGKILL else 0)
     wrong = left_behind(one.lab, patience_s)
     code = one.found.exit_code
-    if code not in (0, 1, 3, 130, 143, 129, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP):
+    ended = code == 2 and any("has ended" in line for line in one.errors)  # so `attach` of a run that was ended meanwhile
+    if not ended and code not in (0, 1, 3, 130, 143, 129, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP):
         wrong.append(f"exit code {code}")
     wrong += [line for line in (*one.output, *one.errors) if "Traceback" in line or line.startswith("bug:")]
     if one.run_dir is not None:

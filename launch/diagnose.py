@@ -310,8 +310,8 @@ def _rank_cause(event: Mapping[str, Any], node: str, rank: int | None, next_comm
     room = event.get("free_bytes")
     if not killed and isinstance(room, int) and room < FULL_BYTES and not text.strip():
         said = f"rank {rank} on {node} ended without a word, and the disk of the run folder is full"
-        advice = ("df -h of the run folder: make room", "checkpoint.keep: fewer checkpoints")
-        return Cause("disk-full", node, rank, said, f"{room} bytes are free, and its log is empty", logs, when, advice)
+        mend = ("df -h of the run folder: make room", "checkpoint.keep: fewer checkpoints")
+        return Cause("disk-full", node, rank, said, f"{room} bytes are free, and its log is empty", logs, when, mend)
     said = _error_line(text)
     how = f"was killed by {_signal(-code)}" if killed and isinstance(code, int) else f"exited with code {code}"
     summary = f"rank {rank} on {node} {'ended' if code is None else how}" + (f": {said}" if said and not killed else "")

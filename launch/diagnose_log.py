@@ -158,7 +158,8 @@ class _Found:
 
 _FAILED = re.compile(
     r"ChildFailedError|exits with return code = -?[1-9]|failed \(exitcode: -?\d|terminate called after throwing|DistBackendError"
-    r"|Watchdog caught collective|ssh exited with exit code [1-9]|^\[rank\d+\]: Traceback|SignalException|CalledProcessError"
+    r"|Watchdog caught collective|ssh exited with exit code [1-9]|^\[rank\d+\]: (?:Traceback|[\w.]{1,80}(?:Error|Exception): )"
+    r"|SignalException|CalledProcessError"
     r"|srun: error: |CANCELLED AT|^mpirun (?:noticed|detected) that|^train: .{1,900}?; expected ",
     re.MULTILINE,
 )

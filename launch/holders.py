@@ -55,8 +55,11 @@ def holders_of(node: str, busy: Sequence[Mapping[str, Any]]) -> list[Holder]:
     return found
 
 
-def holders(fleet: Fleet, wanted: Mapping[str, Sequence[str]]) -> list[Holder]:
-    """Return who holds any of the `wanted` leases (node -> leases). A node that does not answer tells none: the gate finds it."""
+def holders(fleet: Fleet, wanted: Mapping[str, Sequence[str]], silent: Sequence[Holder] = ()) -> list[Holder]:
+    """Return who holds any of the `wanted` leases (node -> leases).
+
+    Of a node that does not answer, what was known of it (`silent`): without that the gate finds it.
+    """
     asked = {name: list(leases) for name, leases in wanted.items() if leases}
 
     def one(shell: Shell) -> Any:
@@ -66,8 +69,9 @@ def holders(fleet: Fleet, wanted: Mapping[str, Sequence[str]]) -> list[Holder]:
     return [
         holder
         for name, answer in answers.items()
-        if not isinstance(answer, NodeError)
-        for holder in holders_of(name, answer["busy"])
+        for holder in (
+            [one for one in silent if one.node == name] if isinstance(answer, NodeError) else holders_of(name, answer["busy"])
+        )
     ]
 
 
@@ -79,7 +83,7 @@ def wait_until_free(fleet: Fleet, taken: GpusTaken, say: Callable[[str], None], 
     told_at, last = 0.0, ""
     while True:
         require_wanted()
-        left = holders(fleet, wanted)
+        left = holders(fleet, wanted, taken.holders)
         if not left:
             return
         text = "; ".join(sorted({f"run {one.run_id} of {one.user} on {one.node}" for one in left}))

@@ -31,7 +31,7 @@ from launch.recipe import (
 )
 from launch.site import Measured, Site, between_nodes, site_of
 from launch.supervise import NOBODY_S, Supervisor
-from launch.sync import PROJECT, digest_of, our_files, sync, user_files
+from launch.sync import AGENT, PROJECT, digest_of, our_files, sync, user_files
 from netcheck.judge import exit_code
 from netcheck.measure.job import Level
 from netcheck.p2p import fingerprint
@@ -39,7 +39,7 @@ from netcheck.preflight import run_preflight
 from r4090c.errors import CheckFailed, CouldNotTell, Exit, R4090cError, TrainingFailed, UsageError
 from r4090c.model import Cluster, Finding, Node, NodeFacts, P2pProof, PortTest, Status
 from r4090c.paths import RunPaths, SharedPaths, new_run_id
-from r4090c.remote import Fleet
+from r4090c.remote import Fleet, Shell
 from r4090c.store import p2p_proofs, port_tests, preflight_records
 
 MASTER_PORT_DRY, GANG_PORT_DRY = 29500, 29501
@@ -117,6 +117,7 @@ def prepare(fleet: Fleet | None, cluster: Cluster, wish: Wish) -> Prepared:
         assert fleet is not None
         recipe_name = load_recipe(wish.target)["name"] if wish.target else None
         previous = find_run(fleet, cluster, wish.resume) if wish.resume else _last_run(fleet, cluster, str(recipe_name))
+        _require_ended(fleet, previous)
         recipe = _resumed_recipe(previous, recipe_name, wish)
         nodes, nproc = _resumed_place(cluster, previous, recipe, wish)
         recipe = at_world_size(recipe, len(nodes) * nproc, previous.plan["world_size"])
@@ -168,6 +169,20 @@ def _last_run(fleet: Fleet, cluster: Cluster, recipe: str) -> Run:
     raise UsageError(
         "--resume", f"recipe {recipe} has no run in {cluster.nodes[0].paths.runs}", "an earlier run", f"r4090c launch {recipe}"
     )
+
+
+def _require_ended(fleet: Fleet, previous: Run) -> None:
+    """Raise UsageError where an agent of the run lives: on any node it ever had, whatever clocks and the run folder say."""
+    nodes = [name for name in (*previous.nodes, *previous.earlier_nodes) if name in fleet.nodes]
+
+    def alive(shell: Shell) -> bool:
+        found = shell.ask(AGENT, {"do": "state", "run_id": previous.id, "node": shell.node.name}).value
+        return isinstance(found, dict) and bool(found["alive"])
+
+    living = [name for name, answer in fleet.map(alive, nodes).items() if answer is True]
+    if living:
+        told = f"goes on on {', '.join(living)}"
+        raise UsageError(f"run {previous.id}", told, "a run that has ended", f"r4090c stop {previous.id}")
 
 
 def _resumed_recipe(previous: Run, name: str | None, wish: Wish) -> dict[str, Any]:

@@ -455,3 +455,17 @@ def test_help_is_quick_and_tells_the_exit_codes(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "r4090c", "diagnose", "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert "3 not known" in done.stdout
+
+
+def test_the_line_of_an_uncaught_exception_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "end.log"
+    said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 3 has a total of 23.53 GiB"
+    log.write_text(f"[rank3]: {said}\n")
+        "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 3 has a total of 23.53 GiB\n"
+    )
+    assert told_json(capsys, log)["kind"] == "cuda-out-of-memory"
+
+
+def test_a_device_is_no_log(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, errors = diagnose(capsys, "/dev/zero")
+    assert code == 2 and "/dev/zero: a device" in errors

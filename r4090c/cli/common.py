@@ -73,7 +73,7 @@ def pasteable(text: str) -> str:
     """Return `text` with this process's `--cluster FILE` in the r4090c commands it proposes: they are about this cluster."""
     if not _given:
         return text
-    return re.sub(rf"\br4090c (?=(?:{'|'.join(TAKE_CLUSTER)})\b)", f"r4090c --cluster {shlex.quote(_given[0])} ", text)
+    return re.sub(rf"\br4090c (?!\w+\))(?=(?:{'|'.join(TAKE_CLUSTER)})\b)", f"r4090c --cluster {shlex.quote(_given[0])} ", text)
 
 
 def tell_error(error: R4090cError) -> None:

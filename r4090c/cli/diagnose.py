@@ -152,6 +152,8 @@ def _files(what: Sequence[str]) -> list[str]:
             if not inside:
                 raise UsageError(name, "a folder without logs", f"files that end in {', '.join(SUFFIXES)}", "name the files")
             names += inside
+        elif _is_there(name) and (path.is_char_device() or path.is_block_device()):
+            raise UsageError(name, "a device", "a log; - is standard input", "r4090c diagnose --help")
         elif _is_there(name):
             names.append(name)
         else:

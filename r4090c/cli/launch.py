@@ -119,6 +119,7 @@ def command(
       r4090c launch tiny --dry-run
     """
     from launch.attempts import Attempts
+    from launch.env import is_secret
     from launch.recipe import is_script
     from launch.run import Wish, dry_plan, start
     from launch.supervise import NOBODY_S, PATIENT_S, who_i_am
@@ -186,6 +187,10 @@ def command(
                 print_json({"run_id": plan.run_id, "run_dir": plan.run_dir, "nodes": supervisor.names, "state": "running"})
             else:
                 click.echo(plan.run_id)
+            secret = sorted(name for name, value in (wish.env or {}).items() if is_secret(name, value))
+            if restarts and secret:
+                told = f"--env {', '.join(secret)}: secret, kept nowhere, so the run is not started again; cluster.yaml's env is"
+                click.echo(f"{styled('warning:', fg='yellow')} {told}", err=True)
             log = logs / f"{plan.run_id}.log"
             supervise_apart(plan.run_id, log, cluster.file, restarts, node_wait, attempts)
             console.print(f"detached; supervised by a process of its own: {log}", soft_wrap=True, markup=False)
