@@ -461,8 +461,6 @@ def test_the_line_of_an_uncaught_exception_alone_is_enough(tmp_path: Path, capsy
     log = tmp_path / "end.log"
     said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 3 has a total of 23.53 GiB"
     log.write_text(f"[rank3]: {said}\n")
-        "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 3 has a total of 23.53 GiB\n"
-    )
     assert told_json(capsys, log)["kind"] == "cuda-out-of-memory"
 
 
