@@ -57,6 +57,9 @@ bench: setup
 	@$(BIN)/python -m bench.launch
 	@$(BIN)/python -m bench.data
 	@$(BIN)/python -m bench.train
+	@$(BIN)/python -m bench.restart
+	@$(BIN)/python -m bench.chaos
+	@$(BIN)/python -m bench.faults
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1115,7 +1115,13 @@ class Agent:
         if self.limits is None or self.name in self.gang.done:
             return None
         gone = {rank for rank, record in self.ranks.items() if record["gone"] is not None}
-        found = self.hang.hung_ranks({rank: pulse for rank, pulse in self.pulses.items() if str(rank) not in gone}, self.limits)
+        stopped = set()
+        for rank, record in self.ranks.items():
+            seen = stat_of(record["pid"]) if record["gone"] is None else None
+            if seen is not None and seen.start == record["start"] and seen.state in "Tt":
+                stopped.add(int(rank))
+        pulses = {rank: pulse for rank, pulse in self.pulses.items() if str(rank) not in gone}
+        found = self.hang.hung_ranks(pulses, self.limits, stopped)
         if not found:
             return None
         place = {"time": time.time(), "attempt": self.plan["attempt"], "node": self.name, "kind": "rank-hung"}

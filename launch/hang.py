@@ -119,11 +119,14 @@ class Pulse:
         return max(limits.factor * step_s, limits.floor_s)
 
 
-def hung_ranks(pulses: Mapping[int, Pulse], limits: Limits) -> List[Hung]:
-    """Return the ranks that are silent for too long, the most silent first; one that has never beaten is not judged."""
+def hung_ranks(pulses: Mapping[int, Pulse], limits: Limits, stopped: Iterable[int] = ()) -> List[Hung]:
+    """Return the ranks that are silent for too long, the most silent first; one that has never beaten is not judged.
+
+    `stopped`: ranks whose process is stopped (SIGSTOP); whatever they were doing, they do it no more.
+    """
     found = []
     for rank, pulse in pulses.items():
-        limit_s = pulse.limit_s(limits)
+        limit_s = min(pulse.limit_s(limits), limits.floor_s) if rank in stopped else pulse.limit_s(limits)
         if pulse.beat is not None and pulse.silent_s > limit_s:
             found.append(Hung(rank, pulse.beat.phase, pulse.beat.step, pulse.silent_s, limit_s))
     return sorted(found, key=lambda hung: (-hung.silent_s, hung.rank))

@@ -130,6 +130,7 @@ def program() -> None:
     Whatever needs an orderly end (fleets, clusters, files) is a context manager; neither threads that wait for a silent node nor
     40 ms of interpreter teardown are worth anybody's time.
     """
+    sys.unraisablehook = _tell_unraisable
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started us (`>&-`)
             setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115 -- lives as long as we
@@ -150,6 +151,12 @@ def program() -> None:
 def _interrupt(number: int, frame: object) -> None:
     """Treat SIGTERM and SIGHUP like Ctrl-C: what runs in the foreground is ended in good order."""
     raise KeyboardInterrupt
+
+
+def _tell_unraisable(found: sys.UnraisableHookArgs) -> None:
+    """Tell what a finalizer raised, as Python does, but no Ctrl-C that happened to meet one: the command ends by the other way."""
+    if not isinstance(found.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(found)
 
 
 def main() -> None:

@@ -126,6 +126,17 @@ def test_time_in_which_nobody_looked_does_not_count() -> None:
     assert clock.hung()
 
 
+def test_a_stopped_process_is_not_waited_for_until_a_checkpoint_could_be_done() -> None:
+    clock = Clock(Pulse())
+    clock.tell("train", 1)
+    clock.tell("checkpoint", 1)
+    clock.look(119)
+    assert hung_ranks({7: clock.pulse}, LIMITS, stopped={7}) == []
+    clock.look(2)
+    assert clock.hung() == []
+    assert [(one.rank, one.limit_s) for one in hung_ranks({7: clock.pulse}, LIMITS, stopped={7})] == [(7, 120.0)]
+
+
 def test_the_most_silent_rank_comes_first() -> None:
     pulses = {}
     for rank, silent_s in ((0, 130.0), (1, 140.0), (2, 50.0)):

@@ -58,7 +58,13 @@ def steps(one: Trial) -> list[int]:
     return [json.loads(line)["step"] for line in (one.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
+QUICK = ("rank", "supervisor", "link", "frozen-rank", "full-disk")
+"""Faults of the default test run, one of each kind; all take eight minutes, and run with `make traintest`."""
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, id=fault.id, marks=() if fault.id in QUICK else pytest.mark.long) for fault in FAULTS]
+)
 def test_a_fault_is_seen_named_cleaned_up_and_answered(lab: Lab, tmp_path: Path, fault: Fault) -> None:
     if fault.id == "out-of-memory" and (why := memory.why_not()):
         pytest.skip(why)
