@@ -154,7 +154,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _tell_unraisable(found: sys.UnraisableHookArgs) -> None:
-    """Tell what a finalizer raised, as Python does, but no Ctrl-C that happened to meet one: the command ends by the other way."""
+    """Tell what a finalizer raised, as Python does, but no Ctrl-C that happened to meet one: the command ends all the same."""
     if not isinstance(found.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(found)
 
