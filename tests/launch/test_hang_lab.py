@@ -105,6 +105,7 @@ def test_a_shared_folder_that_hangs_does_not_keep_a_hang_from_being_ended(bench:
     assert "state T" in bench.lab.exec("node02", "cat", found["stacks"]).stdout
 
 
+@pytest.mark.long
 def test_a_rank_that_never_trains_gets_the_longer_time_and_then_is_named(bench: Bench) -> None:
     attempt = bench.start(replace(bench.plan("beating.py", "2", real=False), hang=Hang(0.5, 1.0, 4.0)))
     assert attempt.outcome(20) == Outcome("done", None)  # two steps, and gone
@@ -115,6 +116,7 @@ def test_a_rank_that_never_trains_gets_the_longer_time_and_then_is_named(bench: 
     assert hung_events(attempt)[0]["silent_s"] > 9
 
 
+@pytest.mark.long
 def test_without_limits_nobody_hangs(bench: Bench) -> None:
     attempt = bench.start(replace(bench.plan("beating.py", "60", nodes=1, nproc=2, real=False), hang=None))
     attempt.wait_for("step 5")

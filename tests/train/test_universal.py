@@ -311,6 +311,7 @@ def run_until(ranks: list[subprocess.Popen[bytes]], reached: Callable[[], bool],
             rank.wait()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_killed_ranks_are_followed_by_fewer_and_by_more(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def steps(one: Trial) -> list[int]:
     return [json.loads(line)["step"] for line in (one.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-QUICK = ("rank", "supervisor", "link", "frozen-rank", "full-disk")
-"""Faults of the default test run, one of each kind; all take eight minutes, and run with `make traintest`."""
+QUICK = ("rank", "link", "full-disk")
+"""Faults of the default test run; all take eight minutes, and run with `make traintest`."""
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,7 @@ def test_with_real_training(lab: Lab, tmp_path: Path, fault: Fault) -> None:
     assert left_behind(lab) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "away_s"), [("link", 8), ("power", 15)])
 def test_without_a_spare_the_run_waits_for_its_node(lab: Lab, tmp_path: Path, name: str, away_s: float) -> None:
     with trial(lab, BY_ID[name], tmp_path, spare=None) as one:
@@ -146,6 +147,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.long
 def test_what_is_left_is_found(lab: Lab, tmp_path: Path) -> None:
     """The matrix and bench/chaos.py are worth what this sees."""
     holder = subprocess.Popen(lab.exec_argv("node01", "python3", "-c", HOLDER), stdout=subprocess.PIPE, text=True)

@@ -86,6 +86,7 @@ def test_a_run_goes_on_from_its_last_checkpoint(start: Callable[..., Process], s
     assert nothing_runs(lab4)
 
 
+@pytest.mark.long
 def test_logs_are_followed_from_one_attempt_to_the_next(start: Callable[..., Process], script: Path) -> None:
     process = start("launch", "--restart", str(script), "--", "20", "exit", "1", "1", "8")
     process.wait_for("attempt 1 step 2")
@@ -95,6 +96,7 @@ def test_logs_are_followed_from_one_attempt_to_the_next(start: Callable[..., Pro
     assert process.end() == 0
 
 
+@pytest.mark.long
 def test_a_run_that_dies_at_the_same_place_is_given_up(start: Callable[..., Process], script: Path, lab4: Lab) -> None:
     """Node02 is blamed after two attempts and replaced; the third one fails as well: it was the script."""
     process = start("launch", "--restart", "--attempts", "3", str(script), "--", "20", "exit", "1,2,3,4,5", "1", "3")
@@ -105,6 +107,7 @@ def test_a_run_that_dies_at_the_same_place_is_given_up(start: Callable[..., Proc
     assert nothing_runs(lab4)
 
 
+@pytest.mark.long
 def test_a_script_is_not_started_again_unless_that_is_asked_for(start: Callable[..., Process], script: Path) -> None:
     process = start("launch", str(script), "--", "20", "exit", "1", "0", "2")
     assert process.end() == 1
@@ -122,6 +125,7 @@ def test_a_spare_takes_the_place_of_a_node_without_power(start: Callable[..., Pr
     assert "attempt 2 step 6" in (Path(told["run_dir"]) / "attempt_2" / "1.log").read_text()
 
 
+@pytest.mark.long
 def test_stopping_between_two_attempts_ends_the_run(start: Callable[..., Process], script: Path, lab4: Lab) -> None:
     process = start("launch", "--restart", str(script), "--", "20", "exit", "1,2,3", "0", "3")
     process.wait_for("starting again in 10 s")  # after the second failure
@@ -153,6 +157,7 @@ def test_a_supervisor_that_is_killed_leaves_the_run_going_and_another_takes_over
     assert nothing_runs(lab4)
 
 
+@pytest.mark.long
 def test_nobody_attaches_to_what_has_ended(start: Callable[..., Process], script: Path) -> None:
     process = start("launch", str(script), "--", "1")
     assert process.end() == 0, process.text
@@ -194,11 +199,12 @@ def test_who_looks_on_starts_no_attempt_of_its_own(recipe: Callable[..., Process
     assert launch.end() == 0, launch.text
     assert looker.end() == 0, looker.text
     assert "supervising from here on" not in looker.text and "starting again" not in looker.text
-    assert "decides what follows" in looker.text and "attempt 2" in looker.text
+    assert "attempt 2" in looker.text
     told = json.loads(next(line for line in launch.lines if line.startswith("{")))
     assert (told["outcome"], told["attempts"], told["attempt"]) == ("done", 2, 2)
 
 
+@pytest.mark.long
 def test_who_looks_on_takes_over_from_a_supervisor_that_says_nothing_any_more(recipe: Callable[..., Process], lab4: Lab) -> None:
     launch = recipe("launch", "tiny", "--set", "steps=600", "--set", "checkpoint.every_steps=10")
     launch.wait_for("step 12/600")
@@ -227,6 +233,7 @@ def test_a_stop_while_the_next_attempt_starts_ends_the_run(recipe: Callable[...,
     assert nothing_runs(lab4)
 
 
+@pytest.mark.long
 def test_a_run_that_is_about_to_go_on_is_not_resumed_by_somebody_else(recipe: Callable[..., Process], lab4: Lab) -> None:
     launch = recipe("launch", "tiny", "--set", "steps=300", "--set", "checkpoint.every_steps=10")
     launch.wait_for("step 12/300")
