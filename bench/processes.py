@@ -167,3 +167,5 @@ def end_on_sigterm() -> None:
         raise SystemExit(128 + signum)
 
     signal.signal(signal.SIGTERM, leave)
+    # A shell that starts us in the background has us ignore Ctrl-C, and all that we start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
