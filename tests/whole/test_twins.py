@@ -105,7 +105,8 @@ def kill_in_the_middle(lab: Lab, state: Path, name: str, cluster: tuple[str, ...
     """Launch, kill the second node's rank once a step behind the first checkpoint is seen, and return the run folder."""
     runs = lab.shared / "r4090c" / "runs"
     before = set(runs.glob("*")) if runs.exists() else set()
-    process = cli.start("launch", name, "--nodes", "2", "--no-gate", *TWINS[name].words, *cluster, state=state)
+    words = ("--nodes", "2", "--no-gate", "--no-restart", *TWINS[name].words, *cluster)
+    process = cli.start("launch", name, *words, state=state)
     deadline = time.monotonic() + 150
     try:
         while True:
