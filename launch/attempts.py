@@ -6,12 +6,13 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from launch.diagnose import Cause, mends
 from launch.env import HIDDEN
 from launch.jobs import HOLD_S, Run, find_run, give_up, hold_between
 from launch.plan import Plan
-from launch.recipe import accumulation_of, world_sizes_allowed
+from launch.recipe import world_sizes_allowed
 from launch.restart import REST_S, Decision, Ended, Policy, Stock, decide
 from launch.run import Wish, extra_arguments
 from launch.supervise import Outcome
@@ -21,7 +22,7 @@ from r4090c.remote import Fleet, NodeError
 from r4090c.store import rest_node, resting_nodes
 
 POLL_S = HOLD_S / 3
-OTHER = " starts the next attempt"
+"""So two of three notes that this supervisor decides may be late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class Attempts:
         self.fleet, self.cluster, self.policy, self.me = fleet, cluster, policy, me
         self._wish, self._say = wish, say
         self._history: list[Ended] = []
+        self._decides = True
+        """False = another supervisor is about to start the next attempt."""
 
     def after(self, plan: Plan, outcome: Outcome) -> Next:
         """Return what follows the attempt of `plan`, which did not end well; takes as long as nodes are waited for."""
@@ -73,8 +76,8 @@ class Attempts:
             refused = self._not_mine(plan)
             if refused:
                 return self._over(plan, refused)
-            stock, refuses = self._stock(plan, time.monotonic() - began), self._sizes(plan)
-            decision = decide(self._history, stock, refuses, self.policy)
+            stock = self._stock(plan, time.monotonic() - began)
+            decision = decide(self._history, stock, self._sizes(plan), self.policy)
             self._rest(decision.rest, stock.resting)
             if decision.go == "wait":
                 if decision.why != told:
@@ -89,7 +92,7 @@ class Attempts:
             return self._again(plan, decision)
 
     def _over(self, plan: Plan, why: str) -> Next:
-        if not why.endswith(OTHER):
+        if self._decides:
             self.let_go(plan, why)
         return Next(None, why)
 
@@ -133,7 +136,8 @@ class Attempts:
             other = hold_between(self.fleet, plan.run_dir, self.me)
         except R4090cError:  # no node answers: nobody else gets further either
             return ""
-        return f"{other}{OTHER}" if other else ""
+        self._decides = other is None
+        return f"{other} starts the next attempt" if other else ""
 
     def let_go(self, plan: Plan, why: str) -> None:
         """Note for those who look on why nobody starts another attempt."""
@@ -165,20 +169,19 @@ class Attempts:
         return Stock(answering, tuple(spares), self._resting(), waited_s)
 
     def _sizes(self, plan: Plan) -> Callable[[int], str | None]:
-        """Return a function that says why the run cannot go on with a number of nodes, None where it can."""
-        run, ranks_a_node = self._run(plan.run_id), len(plan.nodes[0].ranks)
+        """Return a function that says why the run cannot go on with a number of nodes, None where it can.
+
+        It reads the recipe when it is first called: mostly as many nodes go on, and nobody asks.
+        """
+        run = cache(lambda: self._run(plan.run_id))
 
         def refuses(nodes: int) -> str | None:
             if plan.steps is None:
                 return "a script of one's own has so many ranks as it was given"
-            recipe = run.resolved if run is not None else None
-            if recipe is None:
+            found = run()
+            if found is None or found.resolved is None:
                 return "its recipe cannot be read"
-            try:
-                accumulation_of(recipe, nodes * ranks_a_node)
-            except UsageError as error:
-                return f"{error.culprit}: {error.observed}"
-            return world_sizes_allowed(recipe, nodes * ranks_a_node, plan.world_size)
+            return world_sizes_allowed(found.resolved, nodes * len(plan.nodes[0].ranks), plan.world_size)
 
         return refuses
 

@@ -147,9 +147,8 @@ class Run:
     """One run as its folder tells.
 
     `state`: running, waiting (failed, and about to be started again), done, failed, stopped, lost (agents silent, no end told),
-    unreadable. `placement`: how many ranks were read
-    back and are as planned, None = none was read yet. `resolved` (the recipe) and `checkpoints` (names of the complete ones)
-    are told by `find_run` only.
+    unreadable. `placement`: how many ranks were read back and are as planned, None = none was read yet. `resolved` (the recipe)
+    and `checkpoints` (names of the complete ones) are told by `find_run` only.
     """
 
     id: str

@@ -125,7 +125,11 @@ def shard_in(folder: Path, rank: int) -> Path:
 
 
 def _mapped(file: Path) -> Any:
-    """Return what a file holds; its tensors stay on the disk until they are looked at."""
+    """Return what a file holds; its tensors stay on the disk until they are looked at.
+
+    Unpickled as DeepSpeed does with the same files when the number of ranks is the same: they are this run's own, hashed in its
+    manifest, and hold classes of DeepSpeed's.
+    """
     return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
 
 

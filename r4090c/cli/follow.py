@@ -192,11 +192,11 @@ def _follow_next(
     leaves: bool,
 ) -> Followed | None:
     """Decide what follows an attempt, and follow that to its end; None = nothing does."""
+    from launch.jobs import give_up
+
     outcome = last.outcome
     if outcome is None or outcome.cause is None:
         return None
-    from launch.jobs import give_up
-
     console, plan = err(), last.supervisor.plan
     if not last.supervisor.supervises:
         following = _look_on(last, onlooker) if onlooker is not None else None
