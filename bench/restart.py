@@ -243,7 +243,7 @@ def bench(rounds: int, out: Path) -> None:
 def kill_rank(lab: Lab) -> None:
     """SIGKILL the rank on the second node."""
     scene = Scene(lab, lab.cluster_file, member=MEMBER)
-    ours_or_peers = [*scene.find(MEMBER, "rank"), *(one for one in lab._node_processes(MEMBER) if is_peer(one.argv))]
+    ours_or_peers = [*scene.find(MEMBER, "rank"), *(one for one in lab.node_processes(MEMBER) if is_peer(one.argv))]
     if not ours_or_peers:
         raise BenchError(f"no rank on {MEMBER}: {lab.processes(MEMBER)}")
     scene.signal(MEMBER, ours_or_peers, "KILL")

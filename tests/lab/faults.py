@@ -71,7 +71,7 @@ class Scene:
 
     def find(self, node: str, *roles: Role) -> list[Process]:
         """Return the processes of these roles on a node."""
-        return [one for one in self.lab._node_processes(node) if role_of(" ".join(one.argv)) in roles]
+        return [one for one in self.lab.node_processes(node) if role_of(" ".join(one.argv)) in roles]
 
     def signal(self, node: str, found: list[Process], name: str) -> None:
         """Send a signal to processes of a node that may be gone meanwhile."""
@@ -87,7 +87,7 @@ class Scene:
 
     def sshd(self, node: str) -> list[Process]:
         """Return the node's sshd: the listener and who serves the connections."""
-        return [one for one in self.lab._node_processes(node) if one.name.startswith("sshd") and one.node_pid != 1]
+        return [one for one in self.lab.node_processes(node) if one.name.startswith("sshd") and one.node_pid != 1]
 
     def change(self, name: str, **changes: Any) -> None:
         """Launch by a changed cluster.yaml."""
@@ -293,7 +293,7 @@ def thief(which: str) -> Do:
         process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
 
         def end() -> None:
-            found = [one for one in scene.lab._node_processes(scene.lead) if THIEF in one.argv]
+            found = [one for one in scene.lab.node_processes(scene.lead) if THIEF in one.argv]
             scene.signal(scene.lead, found, "KILL")
             process.communicate(timeout=10)
 

@@ -330,7 +330,7 @@ class Lab:
         The pid is the one the node itself sees: use it with `kill`, never with os.kill.
         """
         living = [
-            process for process in self._node_processes(name) if process.node_pid != 1 and not process.name.startswith("sshd")
+            process for process in self.node_processes(name) if process.node_pid != 1 and not process.name.startswith("sshd")
         ]
         return sorted((process.node_pid, " ".join(process.argv) or f"[{process.name}]") for process in living)
 
@@ -429,7 +429,7 @@ class Lab:
             raise LabError(f"{node.name} is off")
         return outer
 
-    def _node_processes(self, name: str) -> list[Process]:
+    def node_processes(self, name: str) -> list[Process]:
         """Return all live processes of the node; none when it is off."""
         outer = _outer_of(self.node(name))
         identity = processes.namespace_of(outer.pid, "pid_for_children") if outer else None
@@ -439,7 +439,7 @@ class Lab:
         config = self.node(name).sshd_config
         return [
             process
-            for process in self._node_processes(name)
+            for process in self.node_processes(name)
             if process.name.startswith("sshd") and "[listener]" in " ".join(process.argv) and config in " ".join(process.argv)
         ]
 

@@ -56,7 +56,7 @@ class Watch:
     def __init__(self, lab: Lab, nodes: Sequence[str]) -> None:
         self.all: list[Watched] = []
         for node in nodes:
-            for process in lab._node_processes(node):
+            for process in lab.node_processes(node):
                 role = role_of(" ".join(process.argv))
                 if role is None:
                     continue
