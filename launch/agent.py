@@ -61,6 +61,7 @@ MOST_UNSENT = MOST_LINE = 1 << 20  # bytes; an event with its log lines has 10 K
 SHARED_READ_S = 3.0  # est.: reading the end of a log from an NFS that works
 START_S = 10.0  # est.: a loaded node starts python in a second or two
 LOCK_S = 12.0  # a `start` going on takes at most START_S
+NAMED_S = 5.0  # est.: who starts an attempt follows it a second later; so long nobody else takes the lock
 SUPERVISOR_SILENT_S = 15.0  # est.: a controller beats once a second, over SSH
 STUCK_S = 60  # a follower whose reader takes nothing for this long ends
 LOG_TAIL = 4000  # bytes of a log that go into an event
@@ -1338,6 +1339,8 @@ def start_daemon(request: Json, folder: str, leases: List[int]) -> Json:
     for name in os.listdir(folder):
         if name not in ("lock", SUPERVISOR_LOCK, SUPERVISOR):
             os.unlink(os.path.join(folder, name))
+    if request.get("supervisor"):  # whose follower takes the lock in a moment
+        write_text(os.path.join(folder, SUPERVISOR), json.dumps(request["supervisor"]))
     write_text(os.path.join(folder, "start.json"), json.dumps({"start_name": name_of(request["token"]), "time": time.time()}))
     try:
         for path in request.pop("folders", ()):
@@ -1495,9 +1498,22 @@ class Claim:
             self._heard = time.monotonic()
         return time.monotonic() - self._heard > SUPERVISOR_SILENT_S
 
+    def named(self) -> Optional[Json]:
+        """Return who, other than us, was named a moment ago and may not have come to take the lock; None when nobody was."""
+        path = os.path.join(self.folder, SUPERVISOR)
+        try:
+            age_s = time.time() - os.stat(path).st_mtime
+        except OSError:
+            return None
+        told = read_json(path) if abs(age_s) < NAMED_S else None
+        return told if told is not None and told.get("id") != self.me.get("id") else None
+
     def holder(self) -> Optional[Json]:
         """Return who supervises: `me`, taking the lock when it is free, or who has it; None when that cannot be told."""
         if self._lock is None:
+            told = self.named()
+            if told is not None:
+                return told
             try:
                 lock = os.open(os.path.join(self.folder, SUPERVISOR_LOCK), os.O_RDWR | os.O_CREAT, 0o600)
             except OSError:

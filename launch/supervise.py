@@ -150,6 +150,7 @@ class Supervisor:
                 request["files"] = {str(self.paths.plan): text, str(self.paths.attempt_plan(self.plan.attempt)): text, **files}
                 request["outdated"] = [str(self.paths.diagnosis), str(self.paths.between)]
                 request["outdated"] += [] if again else [str(self.paths.stop)]
+                request["supervisor"] = self.me
                 request["unless"] = str(self.paths.stop) if again else None
             done = shell.run(
                 ["python3", "-I", "-S", f"{self.plan.code.tree}/launch/agent.py", "start"],
@@ -383,9 +384,9 @@ class Supervisor:
         return {name: str(view.state["start_name"]) for name, view in self._views.items() if view.state is not None}
 
 
-def who_i_am() -> dict[str, str]:
-    """Return what this controller is called between supervisors: an id, and words for people."""
-    return {"id": secrets.token_hex(8), "who": f"{account()}@{os.uname().nodename}, process {os.getpid()}"}
+def who_i_am(heir_of: str | None = None) -> dict[str, str]:
+    """Return what this controller is called between supervisors: an id, that of the one it follows (`heir_of`), and words."""
+    return {"id": heir_of or secrets.token_hex(8), "who": f"{account()}@{os.uname().nodename}, process {os.getpid()}"}
 
 
 def account() -> str:

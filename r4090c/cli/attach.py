@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.command("attach")
 @click.argument("run_id", metavar="RUN")
 @restart_options
-@click.option("--successor", is_flag=True, hidden=True, help="The launch that started RUN hands it over (launch --detach).")
+@click.option("--successor", metavar="ID", hidden=True, help="The launch that started RUN hands it over (launch --detach).")
 @cluster_option
 @json_option
 def command(
@@ -28,7 +28,7 @@ def command(
     restart: bool | None,
     node_wait: float | None,
     attempts: int | None,
-    successor: bool,
+    successor: str | None,
     cluster_file: str | None,
     as_json: bool,
 ) -> int:
@@ -73,14 +73,14 @@ def command(
         restarts = plan.steps is not None and restart is not False
         if restart and plan.steps is None:
             raise UsageError("--restart", f"run {run.id} is of a script, which is not kept here", "the launch that started it")
-        me, wish = who_i_am(), wish_of(plan, [fleet.nodes[name] for name in run.nodes])
+        me, wish = who_i_am(successor), wish_of(plan, [fleet.nodes[name] for name in run.nodes])
 
         def attached(run: Run) -> Supervisor:
             return Supervisor(fleet, plan_from(run.plan), None, me=me, nobody_s=math.inf)
 
         def begin() -> Supervisor:
             console.print(f"run [bold]{plan.run_id}[/bold]  {plan.run_dir}", soft_wrap=True)
-            return Supervisor(fleet, plan, None, me=me, nobody_s=math.inf, successor=successor)
+            return Supervisor(fleet, plan, None, me=me, nobody_s=math.inf, successor=successor is not None)
 
         result, code = follow_run(
             begin,

@@ -192,7 +192,7 @@ def command(
                 told = f"--env {', '.join(secret)}: secret, kept nowhere, so the run is not started again; cluster.yaml's env is"
                 click.echo(f"{styled('warning:', fg='yellow')} {told}", err=True)
             log = logs / f"{plan.run_id}.log"
-            supervise_apart(plan.run_id, log, cluster.file, restarts, node_wait, attempts)
+            supervise_apart(plan.run_id, supervisor.me["id"], log, cluster.file, restarts, node_wait, attempts)
             console.print(f"detached; supervised by a process of its own: {log}", soft_wrap=True, markup=False)
             console.print(pasteable(f"  follow with: r4090c attach {plan.run_id}"), soft_wrap=True, markup=False)
             return Exit.OK
@@ -255,10 +255,20 @@ def _log_folder() -> Path:
 
 
 def supervise_apart(
-    run_id: str, log: Path, cluster_file: str, restarts: bool, node_wait: float | None, attempts: int | None
+    run_id: str, heir_of: str, log: Path, cluster_file: str, restarts: bool, node_wait: float | None, attempts: int | None
 ) -> None:
     """Start a process that supervises a run when nobody follows it, and writes into `log`. It ends with the run."""
-    argv = [sys.executable, "-m", "r4090c", "attach", run_id, "--successor", "--cluster", str(Path(cluster_file).resolve())]
+    argv = [
+        sys.executable,
+        "-m",
+        "r4090c",
+        "attach",
+        run_id,
+        "--successor",
+        heir_of,
+        "--cluster",
+        str(Path(cluster_file).resolve()),
+    ]
     argv += [] if restarts else ["--no-restart"]
     argv += [] if node_wait is None else ["--node-wait", str(node_wait)]
     argv += [] if attempts is None else ["--attempts", str(attempts)]

@@ -580,3 +580,18 @@ def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
 
 def test_signals_have_the_numbers_we_think() -> None:
     assert (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT) == (9, 15, 6)
+
+
+def test_who_was_named_at_the_start_supervises_though_another_asks_first(tmp_path: Path) -> None:
+    """The lead's start names the supervisor; its follower takes the lock a second later, and nobody else meanwhile."""
+    named, other = {"id": "a", "who": "kim"}, {"id": "b", "who": "sam"}
+    (tmp_path / agent.SUPERVISOR).write_text(json.dumps(named))
+    looker = agent.Claim(str(tmp_path), other)
+    assert looker.holder() == named
+    first = agent.Claim(str(tmp_path), named)
+    assert first.holder() == named
+    os.utime(tmp_path / agent.SUPERVISOR, (1.0, 1.0))
+    assert looker.holder() == named, "its lock is held"
+    assert first._lock is not None
+    os.close(first._lock)
+    assert looker.holder() == other

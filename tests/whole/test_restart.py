@@ -141,7 +141,7 @@ def test_stopping_between_two_attempts_ends_the_run(start: Callable[..., Process
 def test_a_supervisor_that_is_killed_leaves_the_run_going_and_another_takes_over(
     start: Callable[..., Process], script: Path, lab4: Lab
 ) -> None:
-    launch = start("launch", "--restart", str(script), "--", "150", "exit", "1", "1", "100")
+    launch = start("launch", "--restart", str(script), "--", "300", "exit", "1", "1", "200")
     launch.wait_for("attempt 1 step 3")
     run_id = launch.run_id
     looker = start("attach", run_id)
