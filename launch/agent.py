@@ -1340,7 +1340,7 @@ def start_daemon(request: Json, folder: str, leases: List[int]) -> Json:
         if name not in ("lock", SUPERVISOR_LOCK, SUPERVISOR):
             os.unlink(os.path.join(folder, name))
     if request.get("supervisor"):  # whose follower takes the lock in a moment
-        write_text(os.path.join(folder, SUPERVISOR), json.dumps(request["supervisor"]))
+        write_text(os.path.join(folder, SUPERVISOR), json.dumps(dict(request["supervisor"], expected=True)))
     write_text(os.path.join(folder, "start.json"), json.dumps({"start_name": name_of(request["token"]), "time": time.time()}))
     try:
         for path in request.pop("folders", ()):
@@ -1499,14 +1499,17 @@ class Claim:
         return time.monotonic() - self._heard > SUPERVISOR_SILENT_S
 
     def named(self) -> Optional[Json]:
-        """Return who, other than us, was named a moment ago and may not have come to take the lock; None when nobody was."""
+        """Return who, other than us, the start named and is still expected to take the lock; None when nobody is.
+
+        Who has had the lock is expected no longer: its follower took it, and where that is gone the lock is free.
+        """
         path = os.path.join(self.folder, SUPERVISOR)
         try:
             age_s = time.time() - os.stat(path).st_mtime
         except OSError:
             return None
         told = read_json(path) if abs(age_s) < NAMED_S else None
-        return told if told is not None and told.get("id") != self.me.get("id") else None
+        return told if told is not None and told.get("expected") and told.get("id") != self.me.get("id") else None
 
     def holder(self) -> Optional[Json]:
         """Return who supervises: `me`, taking the lock when it is free, or who has it; None when that cannot be told."""

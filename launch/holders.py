@@ -27,17 +27,18 @@ class Holder:
     run_id: str
     since: float
 
-    def __str__(self) -> str:
+    @property
+    def who(self) -> str:
+        """Which run of whom holds it, and since when."""
         when = f" since {time.strftime('%H:%M', time.localtime(self.since))}" if self.since else ""
-        return f"{self.node}/{self.lease}: run {self.run_id} of {self.user}{when}"
+        return f"run {self.run_id} of {self.user}{when}"
 
 
 class GpusTaken(CheckFailed):
     """Another run holds GPUs that this one wants."""
 
     def __init__(self, holders: Sequence[Holder]) -> None:
-        runs = sorted({(one.run_id, one.user) for one in holders})
-        told = ", ".join(f"run {run} of {user}" for run, user in runs)
+        told = ", ".join(sorted({one.who for one in holders}))
         nodes = ", ".join(sorted({one.node for one in holders}))
         many = f"{len(holders)} GPU{'s' if len(holders) > 1 else ''}"
         command = "the same with --queue waits for them   (r4090c jobs shows the runs; --nodes takes other nodes)"
@@ -86,7 +87,7 @@ def wait_until_free(fleet: Fleet, taken: GpusTaken, say: Callable[[str], None], 
         left = holders(fleet, wanted, taken.holders)
         if not left:
             return
-        text = "; ".join(sorted({f"run {one.run_id} of {one.user} on {one.node}" for one in left}))
+        text = "; ".join(sorted({f"{one.who} on {one.node}" for one in left}))
         if text != last or time.monotonic() - told_at > TOLD_EVERY_S:
             say(f"queued: waiting for {text}")
             told_at, last = time.monotonic(), text

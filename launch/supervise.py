@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, Protocol
 
@@ -330,10 +330,7 @@ class Supervisor:
         if any(view.outcome == "done" for view in views.values()):  # an agent ends so once every node's ranks have ended well
             return Outcome("done", None)
         unreachable = {name: view.why for name, view in views.items() if not view.over}
-        reachable = [name for name in views if name not in unreachable]
-        left: Mapping[str, Sequence[int]] = {}
-        if self.supervises:
-            left = self.stop("the supervisor (the attempt had ended)", only=reachable, follows=True).left
+        left = self._sweep() if self.supervises else {}
         events = [event for view in views.values() if view.state is not None for event in view.state.get("events", [])]
         for name, view in views.items():
             if view.over and view.outcome is None:
@@ -348,13 +345,28 @@ class Supervisor:
         )
         outcome = "stopped" if cause.kind == "stopped" else "failed"
         if self.supervises:
-            self._write_diagnosis(cause, reachable)
+            self._write_diagnosis(cause)
         return Outcome(outcome, cause, left)
 
-    def _write_diagnosis(self, cause: Cause, reachable: Sequence[str]) -> None:
+    def take_over(self, outcome: Outcome) -> Outcome:
+        """Do for an attempt that ended while we only looked on what its supervisor, which is gone, has not done."""
+        assert outcome.cause is not None
+        self.supervises = True
+        left = self._sweep()
+        self._write_diagnosis(outcome.cause)
+        return replace(outcome, left=left)
+
+    def _reachable(self) -> list[str]:
+        return [name for name, view in self._views.items() if view.over]
+
+    def _sweep(self) -> Mapping[str, Sequence[int]]:
+        """End what the attempt may have left on the nodes that answer; return what would not go."""
+        return self.stop("the supervisor (the attempt had ended)", only=self._reachable(), follows=True).left
+
+    def _write_diagnosis(self, cause: Cause) -> None:
         """Keep the cause in the run folder, by the first node that can write it."""
         text = json.dumps({"schema": "r4090c.diagnosis/1", "attempt": self.plan.attempt, **asdict(cause)}, indent=1)
-        for name in reachable:
+        for name in self._reachable():
             try:
                 for path in (self.paths.diagnosis, self.paths.attempt_diagnosis(self.plan.attempt)):
                     self.fleet.shell(name).put(str(path), text.encode(), timeout_s=10)

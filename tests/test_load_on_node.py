@@ -139,14 +139,17 @@ def test_ctrl_c_leaves_no_file_in_the_shared_folder(mended_lab4: Lab, after_s: f
         env=environment,
         cwd="/",
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 30
     while not (seen := list(lab.shared.glob(f"{storage_on_node.PREFIX}*"))) and time.monotonic() < deadline:
         time.sleep(0.005)
     time.sleep(after_s)
     process.send_signal(signal.SIGINT)
-    assert seen and process.wait(30) in (130, 0)
+    _, said = process.communicate(timeout=30)
+    # A run that has just ended has no handlers any more; a shell calls that 130, too.
+    assert seen and process.returncode in (130, 0, -signal.SIGINT) and "Traceback" not in said, said
     deadline = time.monotonic() + 10
     while list(lab.shared.glob(f"{storage_on_node.PREFIX}*")) and time.monotonic() < deadline:
         time.sleep(0.05)

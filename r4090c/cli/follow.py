@@ -204,6 +204,7 @@ def _follow_next(
             return follow_attempt(partial(_begun, following), began, quiet, leaves=leaves, first=last.first)
         if onlooker is None or not onlooker.abandoned:
             return None
+        outcome = last.supervisor.take_over(outcome)
     if attempts is None:
         with contextlib.suppress(R4090cError):
             give_up(last.supervisor.fleet, plan.run_dir, "it is not to be: --no-restart, or a script of one's own")

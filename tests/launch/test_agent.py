@@ -585,13 +585,22 @@ def test_signals_have_the_numbers_we_think() -> None:
 def test_who_was_named_at_the_start_supervises_though_another_asks_first(tmp_path: Path) -> None:
     """The lead's start names the supervisor; its follower takes the lock a second later, and nobody else meanwhile."""
     named, other = {"id": "a", "who": "kim"}, {"id": "b", "who": "sam"}
-    (tmp_path / agent.SUPERVISOR).write_text(json.dumps(named))
+    (tmp_path / agent.SUPERVISOR).write_text(json.dumps({**named, "expected": True}))
     looker = agent.Claim(str(tmp_path), other)
-    assert looker.holder() == named
+    seen = looker.holder()
+    assert seen is not None and seen["who"] == "kim"
     first = agent.Claim(str(tmp_path), named)
     assert first.holder() == named
-    os.utime(tmp_path / agent.SUPERVISOR, (1.0, 1.0))
     assert looker.holder() == named, "its lock is held"
     assert first._lock is not None
     os.close(first._lock)
-    assert looker.holder() == other
+    assert looker.holder() == other, "it came, and has gone: nobody waits for it"
+
+
+def test_who_was_named_and_never_came_is_not_waited_for(tmp_path: Path) -> None:
+    """A controller that died between its start and its follower."""
+    path = tmp_path / agent.SUPERVISOR
+    path.write_text(json.dumps({"id": "a", "who": "kim", "expected": True}))
+    os.utime(path, (time.time() - agent.NAMED_S - 1,) * 2)
+    other = {"id": "b", "who": "sam"}
+    assert agent.Claim(str(tmp_path), other).holder() == other

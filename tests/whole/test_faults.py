@@ -6,7 +6,10 @@ Most run under the stand-in for torch (tests/lab/toy.py), as what sees, names, e
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -132,6 +135,37 @@ def test_who_attaches_takes_over_restarts_included(lab: Lab, tmp_path: Path) -> 
         found = one.wait(60)
         assert (found.exit_code, found.attempts) == (0, 2), one.told()
         assert found.cause is not None and (found.cause["kind"], found.cause["rank"]) == ("rank-killed", 1), one.told()
+        assert steps(one) == list(range(1, one.steps + 1))
+        assert left_behind(lab) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wakes", ["while it goes on", "when it is over"])
+def test_who_looks_on_decides_when_the_supervisor_is_frozen(lab: Lab, tmp_path: Path, wakes: str) -> None:
+    """A laptop that sleeps: its launch says nothing of what follows, and when it wakes finds the next attempt, or the end."""
+    with trial(lab, BY_ID["rank"], tmp_path, steps=60) as one, contextlib.ExitStack() as waking:
+        one.launch()
+        one.wait_for_step(STRIKE_AT)
+        sleeper, told = one.scene.launcher, one.errors[:]
+        assert sleeper is not None
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        waking.callback(sleeper.kill)
+        one.errors = []
+        one.start("attach", one.scene.run_id)
+        one.wait_for_step(STRIKE_AT + 5)
+        one.strike()
+        if wakes == "while it goes on":
+            one.wait_for(lambda: one.found.resumed_s is not None, "step of a second attempt", 90)
+            os.kill(sleeper.pid, signal.SIGCONT)
+        found = one.wait(120)
+        said = one.told()
+        assert (found.exit_code, found.attempts) == (0, 2), said
+        assert "supervises this run; looking on only" in said and "deciding that here" in said
+        assert found.cause is not None and (found.cause["kind"], found.cause["rank"]) == ("rank-killed", 1), said
+        os.kill(sleeper.pid, signal.SIGCONT)
+        assert sleeper.wait(60) in (0, 1), told
+        assert jobs(one)["state"] == "done"
+        assert one.finish().attempts == 2, "the one that woke starts nothing"
         assert steps(one) == list(range(1, one.steps + 1))
         assert left_behind(lab) == []
 
