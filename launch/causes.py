@@ -37,6 +37,7 @@ Mends = Literal["again", "other-node", "never"]
 MENDS: Mapping[str, tuple[Mends, str]] = {
     # what agents and the supervisor tell
     "stopped": ("never", "somebody ended it"),
+    "slurm-ended": ("never", "the nodes are no longer ours"),
     "unknown": ("again", "nobody knows that it cannot"),
     "rank-failed": ("again", "an exception of the program: it may depend on the moment"),
     "rank-killed": ("again", "a signal from outside comes once"),

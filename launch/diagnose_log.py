@@ -1544,10 +1544,25 @@ CAUSES: tuple[Cause, ...] = (
         "DeepSpeed pull request 2881",
     ),
     Cause(
+        "slurm-ended",
+        _words(r"CANCELLED AT \S{1,40} DUE TO (?P<why>[A-Z][A-Z -]{2,40})"),
+        ("Slurm ended the job: {why}", "Slurm ended the job"),
+        (
+            "TIME LIMIT: a longer sbatch --time, up to the partition's (sinfo -o '%P %l'), and checkpoints to go on from",
+            "PREEMPTION: sbatch --requeue, and go on from the last checkpoint",
+            "NODE FAILURE: sinfo -R tells which node, and why",
+        ),
+        "Slurm",
+        frozenset(),
+        of_a_rank=False,
+        explains_after=LATER | {"stopped"},
+        needs_failure=True,
+    ),
+    Cause(
         "stopped",
         _words(
             r"SignalException: Process \d+ got signal: (?P<signal>\d+)",
-            r"(?P<signal>CANCELLED AT .{0,40}(?:DUE TO TIME LIMIT)?)",
+            r"CANCELLED AT \S{1,40} \*\*\*",
             r"^(?:\[rank\d+\]: ?)?KeyboardInterrupt$",
         ),
         ("the run was ended from outside (signal {signal})", "the run was ended from outside"),

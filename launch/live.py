@@ -198,6 +198,7 @@ class RunView:
 
     `unit`: what the rate counts, tokens or images. `metrics_error`: why step, loss and rate are not known. `slowest`: the rank
     with the lowest step, of those the one that has been silent for longest. `missing`: nodes of the run that tell nothing.
+    `waits_for`: who starts the next attempt, where `state` is waiting.
     """
 
     id: str
@@ -220,6 +221,7 @@ class RunView:
     world_size: int | None
     ranks: tuple[RankView, ...]
     slowest: int | None
+    waits_for: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -587,7 +589,7 @@ def runs_of(heard: Iterable[Heard], interval_s: float, now_s: float) -> tuple[Ru
             if isinstance(state, dict) and isinstance(state.get("run_id"), str):
                 told.setdefault(state["run_id"], []).append((one, state))
     runs = [_run(run_id, parts, now_s) for run_id, parts in told.items()]
-    return tuple(sorted(runs, key=lambda run: (run.state not in ("running", "starting"), run.id)))
+    return tuple(sorted(runs, key=lambda run: (run.state not in ("running", "starting", "waiting"), run.id)))
 
 
 def _run(run_id: str, parts: Sequence[tuple[Heard, Mapping[str, Any]]], now_s: float) -> RunView:
@@ -610,7 +612,10 @@ def _run(run_id: str, parts: Sequence[tuple[Heard, Mapping[str, Any]]], now_s: f
     age_s = None
     if lead and lead[0].last is not None and progress["time"] is not None:
         age_s = max(0.0, lead[0].last.time_s - progress["time"] + now_s - lead[0].at_s)
+    waits_for = next((str(told["waits"]) for _, told in parts if told.get("waits")), None)
     steps, state, pace_s = _whole(plan.get("steps")), _state(parts), progress["pace"]
+    if state in ("failed", "stopped", "lost") and waits_for is not None:  # as launch/jobs.py has it
+        state = "waiting"
     # A rate of a run that stands still says nothing about now.
     moves = state == "running" and pace_s is not None and (age_s or 0.0) < max(STANDS_STILL_S, 10 * pace_s)
     left_s = None
@@ -638,6 +643,7 @@ def _run(run_id: str, parts: Sequence[tuple[Heard, Mapping[str, Any]]], now_s: f
         world_size=_whole(plan.get("world_size")),
         ranks=tuple(ranks),
         slowest=slowest_of(ranks),
+        waits_for=waits_for if state == "waiting" else None,
     )
 
 

@@ -12,8 +12,8 @@ is never a number.
 
 A line: {"schema", "node", "time", "monotonic", "stat", "loadavg", "meminfo", "netdev" (texts), "rdma": {"mlx5_0:1": {counter:
 text}}, "gpus", "apps": null (not asked) or {"text", "fields", "rc", "age_s"} or {"error"}, "disks": {path: {"size", "free"} or
-{"error"}}, "leases": what launch/leases.py tells of who holds GPUs, "runs": [the agents' states, shortened, with "plan" and, on
-the lead, "metrics"]}.
+{"error"}}, "leases": what launch/leases.py tells of who holds GPUs, "runs": [the agents' states, shortened, with "plan", "waits"
+(who starts the next attempt, after an end) and, on the lead, "metrics"]}.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ SHARED_LIMIT_S = 10.0  # est.: an NFS that works answers within a second
 PATIENCE, PATIENCE_S = 0.5, 2.0  # a line waits for its answers so long: share of the interval, at most
 APPS_EVERY_S = 10.0  # est.: processes come and go rarely, and asking for them costs another nvidia-smi
 ENDED_SHOWN_S = 60.0  # est.: how long a run that has ended is still told
+WAITS_S = 3600.0  # est.: within this after an attempt's end the next one is there, or nobody waits to start it
 MOST_TEXT = 1 << 17  # bytes of one tool's answer: 32 GPUs have 6 KB
 TAIL = 1 << 15  # bytes of metrics.jsonl that are read: about 80 steps
 MOST_METRICS = 32  # lines that are sent: enough for a median
@@ -242,15 +243,23 @@ def room(path: str) -> Json:
     return {"size": found.f_blocks * found.f_frsize, "free": found.f_bavail * found.f_frsize}
 
 
+def who_waits(folder: str) -> str | None:
+    """Return who is about to start the run's next attempt (launch/jobs.py, hold_between), None when nobody is."""
+    told = json_of(os.path.join(folder, "between.json")) or {}
+    until = told.get("until")
+    return str(told.get("who")) if isinstance(until, (int, float)) and until >= time.time() else None
+
+
 def look_at_shared(request: Json) -> Json:
-    """Return {"disks", "plans", "metrics"} for the paths asked about. Runs in the child: each of these may hang."""
+    """Return {"disks", "plans", "metrics", "ended"} for the paths asked about. Runs in the child: each of these may hang."""
     disks = {path: room(path) for path in request["disks"]}
     plans = {folder: plan_of(os.path.join(folder, "plan.json")) for folder in request["plans"]}
     metrics = {}
     for folder in request["metrics"]:
         lines, why = last_lines(os.path.join(folder, "metrics.jsonl"))
         metrics[folder] = {"lines": lines} if why is None else {"error": why}
-    return {"disks": disks, "plans": plans, "metrics": metrics}
+    ended = {folder: {"waits": who_waits(folder)} for folder in request["ended"]}
+    return {"disks": disks, "plans": plans, "metrics": metrics, "ended": ended}
 
 
 class Shared:
@@ -388,9 +397,10 @@ def rdma_counters(root: str = "/sys/class/infiniband") -> dict[str, dict[str, st
 
 
 def agent_states(node: str, top: str, over: dict[str, int]) -> list[Json]:
-    """Return the states of this account's agents on `node` that are there, or have ended a moment ago.
+    """Return the states of this account's agents on `node` that are there, or ended so lately that a next attempt may come.
 
-    `over`: path -> time of writing of those that need not be read again, kept by the caller: there may be hundreds of old runs.
+    "lately": it goes on, or ended within ENDED_SHOWN_S. `over`: path -> time of writing of those that need not be read again,
+    kept by the caller: there may be hundreds of old runs.
     """
     found = []
     for path in sorted(glob.glob(os.path.join(glob.escape(top), "*", glob.escape(node), "state.json"))):
@@ -406,10 +416,12 @@ def agent_states(node: str, top: str, over: dict[str, int]) -> list[Json]:
         end = state.get("end")
         alive = starts_at(state.get("pid")) == state.get("start") is not None
         last = end.get("time") if isinstance(end, dict) else state.get("heartbeat")
-        if not alive and (not isinstance(last, (int, float)) or time.time() - last > ENDED_SHOWN_S):
+        ended_s = 0.0 if alive else time.time() - last if isinstance(last, (int, float)) else WAITS_S
+        if ended_s >= WAITS_S:
             over[path] = written
             continue
         told = {key: state.get(key) for key in STATE_KEYS}
+        told["lately"] = ended_s <= ENDED_SHOWN_S
         cause = end.get("cause") if isinstance(end, dict) else None
         told["alive"] = alive
         told["outcome"] = end.get("outcome") if isinstance(end, dict) else None
@@ -452,7 +464,8 @@ class Sampler:
         states = agent_states(self.node, self.top, self.over)
         unknown = [state["run_dir"] for state in states if (state["run_dir"], state["attempt"]) not in self.plans]
         leads = [state["run_dir"] for state in states if state["node_rank"] == 0]
-        self.shared.ask({"disks": self.paths, "plans": unknown, "metrics": leads})
+        ended = [state["run_dir"] for state in states if not state["alive"]]
+        self.shared.ask({"disks": self.paths, "plans": unknown, "metrics": leads, "ended": ended})
         return states
 
     def poll(self) -> bool:
@@ -474,6 +487,8 @@ class Sampler:
                 self.plans[key] = plan
             state["plan"] = self.plans.get(key)
             state["metrics"] = self.shared.found("metrics", state["run_dir"]) if state["node_rank"] == 0 else None
+            state["waits"] = None if state["alive"] else self.shared.found("ended", state["run_dir"]).get("waits")
+        states = [state for state in states if state.pop("lately") or state["waits"]]
         asked = self.gpus
         return {
             "schema": SCHEMA,

@@ -152,7 +152,7 @@ def find_start(checkpoints: Path, recipe: Recipe, world_size: int, data_sha256: 
             newest.folder,
             "the run folder already has this checkpoint and the recipe says resume: false",
             "an empty run folder",
-            "set resume: true to continue, or give another --run-dir",
+            "set resume: true to continue, or begin a new run: r4090c launch without --resume",
         )
     require_same(newest, recipe, world_size, data_sha256)
     return newest
@@ -193,7 +193,7 @@ def agree_on_start(
         for rank, told in enumerate(seen):
             if told:
                 expected = "the checkpoint that rank 0 continues from"
-                remedy = "put --run-dir on storage that all nodes share"
+                remedy = "put paths.shared of cluster.yaml on storage that all nodes share: r4090c preflight --only shared-path"
                 raise Stop(folder, f"not whole, as rank {rank} sees it: {told}", expected, remedy)
         assert isinstance(saved, Saved)
         check(saved)
@@ -229,15 +229,15 @@ def require_same(saved: Saved, recipe: Recipe, world_size: int, data_sha256: str
             file,
             f"saved by {counted(manifest['world_size'], 'rank')}, this run has {world_size}",
             f"{counted(manifest['world_size'], 'rank')}: {why}",
-            f"start {counted(manifest['world_size'], 'rank')}, {'' if quantized else 'set elastic: true, '}or begin anew with "
-            "another --run-dir (`r4090c export` needs no ranks at all)",
+            f"start {counted(manifest['world_size'], 'rank')}, {'' if quantized else 'set elastic: true, '}or begin a new run: "
+            "r4090c launch without --resume (`r4090c export` needs no ranks at all)",
         )
     if manifest["data_sha256"] != data_sha256:
         raise Stop(
             file,
             f"trained on data {manifest['data_sha256'][:12]}, this run has data {data_sha256[:12]}",
             "the same data, so that the run continues where it stopped",
-            "restore data in the recipe, and the folder that it names, or begin anew with another --run-dir",
+            "restore data in the recipe, and the folder that it names, or begin a new run: r4090c launch without --resume",
         )
     before, now = (_what_trains(one) for one in (manifest["recipe"], recipe.model_dump(mode="json")))
     if before != now:
@@ -246,7 +246,7 @@ def require_same(saved: Saved, recipe: Recipe, world_size: int, data_sha256: str
             file,
             "another training: " + ", ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys),
             "the same model, adapters and optimizer",
-            "restore it in the recipe, or begin anew with another --run-dir",
+            "restore it in the recipe, or begin a new run: r4090c launch without --resume",
         )
 
 
@@ -257,11 +257,11 @@ def require_same_state(saved: Saved, stage: int, precision: str) -> None:
     """
     before = saved.manifest.get("zero_stage", stage)
     if before != stage and {before, stage} != {1, 2}:
-        remedy = "restore ds_config in the recipe, or begin anew with another --run-dir"
+        remedy = "restore ds_config in the recipe, or begin a new run: r4090c launch without --resume"
         raise Stop(saved.folder / COMPLETE, f"saved under ZeRO stage {before}, this run has {stage}", f"stage {before}", remedy)
     wanted = str(saved.manifest.get("precision", precision))
     if wanted != precision:
-        remedy = f"set precision: {wanted} in the recipe, or begin anew with another --run-dir"
+        remedy = f"set precision: {wanted} in the recipe, or begin a new run: r4090c launch without --resume"
         raise Stop(saved.folder / COMPLETE, f"saved in {wanted}, this run computes in {precision}", wanted, remedy)
 
 
@@ -312,7 +312,7 @@ def save(
             found = (partial / name).stat().st_size
             if found != file["bytes"]:
                 expected = f"{file['bytes']}, as its rank has written"
-                remedy = "put --run-dir on storage that all nodes share"
+                remedy = "put paths.shared of cluster.yaml on storage that all nodes share: r4090c preflight --only shared-path"
                 raise Stop(partial / name, f"rank 0 sees {found} bytes", expected, remedy, FAILED)
         told = {"step": step, "saved_at": round(time.time(), 3), **manifest, "files": files}
         replace_file(partial / COMPLETE, json.dumps(told, indent=1))

@@ -304,7 +304,8 @@ def load_adapters(folder: Path, src: dict[str, Any], dst: torch.nn.Module) -> No
     wrong = sorted(trains.intersection(told.missing_keys)) + told.unexpected_keys
     if wrong:
         observed, expected = f"{len(wrong)} tensors are missing or not known: {', '.join(wrong[:3])}", "this recipe's adapters"
-        raise Stop(folder, observed, expected, "restore method and lora in the recipe, or give another --run-dir", FAILED)
+        remedy = "restore method and lora in the recipe, or begin a new run: r4090c launch without --resume"
+        raise Stop(folder, observed, expected, remedy, FAILED)
 
 
 def optimizer_step(

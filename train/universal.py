@@ -196,7 +196,7 @@ def divide(
         mine[piece.group].append(piece)
 
     if not isinstance(shards[0][inner], dict):
-        remedy = "start as many ranks as saved it, or take it out of ds_config and begin anew with another --run-dir"
+        remedy = "start as many ranks as saved it, or without it in ds_config begin a new run: r4090c launch without --resume"
         raise Stop(folder, "saved with elastic_checkpoint", "shards as DeepSpeed writes them by default", remedy, FAILED)
     states = [shard[inner]["state"] for shard in shards]
     kept_first = states[0].get(0, {})  # nothing before the first step, which fp16 may have left out

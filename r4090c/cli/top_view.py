@@ -23,7 +23,14 @@ HOT_C = 84
 """NVIDIA's GeForce RTX 4090 slows down at 84 °C by default (target temperature, nvidia-smi -q -d TEMPERATURE)."""
 FULL_SHARE, FULLER_SHARE = 0.90, 0.97
 """est.: when memory and disks turn yellow and red."""
-STATES = {"running": "cyan", "starting": "cyan", "ending": "yellow", "done": "green", "stopped": "yellow"}
+STATES = {
+    "running": "cyan",
+    "starting": "cyan",
+    "waiting": "yellow",
+    "ending": "yellow",
+    "done": "green",
+    "stopped": "yellow",
+}
 LEVELS = "▁▂▃▄▅▆▇█"
 KEYS = "q quit  ↑↓ scroll  d detail"
 
@@ -155,6 +162,8 @@ def _run(run: RunView, width: int) -> list[Text]:
         first.append(f" ({clean(run.cause)})")
     if (run.attempt or 1) > 1:
         first.append(f"  attempt {run.attempt}")
+    if run.waits_for:
+        first.append(f"  {clean(run.waits_for)} starts it again", style="dim")
     where = ",".join(run.nodes) if len(run.nodes) <= 3 else f"{len(run.nodes)} nodes"
     first.append(f"  {clean(run.recipe or '?')} on {clean(where)}", style="dim")
     second = Text("    ")

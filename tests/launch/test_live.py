@@ -273,6 +273,16 @@ def test_the_state_of_a_run_is_the_worst_of_its_agents(changes: list[dict[str, A
     assert run.state == expected and run.cause == ("rank-failed" if expected == "failed" else None)
 
 
+@pytest.mark.parametrize(("outcome", "expected"), [("failed", "waiting"), ("stopped", "waiting"), ("done", "done")])
+def test_a_run_that_somebody_starts_again_waits(outcome: str, expected: str) -> None:
+    ended: dict[str, Any] = {"state": "ended", "outcome": outcome, "alive": False, "cause": "rank-failed", "waits": "kim@here"}
+    found = view(heard("node01", runs=[state(RUN, "node01", 0, {}, **ended)]))
+    (run,) = found.runs
+    assert (run.state, run.waits_for) == (expected, "kim@here" if expected == "waiting" else None)
+    shown = "\n".join(line.plain for line in frame(found, 120))
+    assert ("kim@here starts it again" in shown) == (expected == "waiting")
+
+
 @pytest.mark.parametrize(
     ("change", "phase"),
     [

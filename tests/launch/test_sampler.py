@@ -121,7 +121,7 @@ def test_a_path_that_hangs_is_not_known_and_then_known_again(monkeypatch: pytest
     monkeypatch.setattr(sampler, "SHARED_LIMIT_S", 0.3)
     os.mkfifo(tmp_path / "metrics.jsonl")
     shared = sampler.Shared()
-    asked = {"disks": [str(tmp_path)], "plans": [], "metrics": [str(tmp_path)]}
+    asked = {"disks": [str(tmp_path)], "plans": [], "metrics": [str(tmp_path)], "ended": []}
     deadline = time.monotonic() + HANG_S
     try:
         while not shared.error:
@@ -157,7 +157,8 @@ def test_agents_are_told_while_they_live_and_a_moment_longer(tmp_path: Path) -> 
     states: dict[str, dict[str, Any]] = {
         "alive": {"pid": os.getpid(), "start": start, "heartbeat": now},
         "just-ended": {"pid": 1, "start": -1, "end": ended},
-        "long-ended": {"pid": 1, "start": -1, "end": {**ended, "time": now - 3600}},
+        "ended": {"pid": 1, "start": -1, "end": {**ended, "time": now - 300}},
+        "long-ended": {"pid": 1, "start": -1, "end": {**ended, "time": now - 3601}},
         "crashed": {"pid": 1, "start": -1, "heartbeat": now - 5},
         "other-node": {"pid": os.getpid(), "start": start},
         "not-ours": {"pid": os.getpid(), "start": start, "run_dir": 5},
@@ -170,7 +171,8 @@ def test_agents_are_told_while_they_live_and_a_moment_longer(tmp_path: Path) -> 
         (folder / "node.json").write_text(json.dumps({"node": {"node_rank": 3}}))
     over: dict[str, int] = {}
     found = {one["run_id"]: one for one in sampler.agent_states("node01", str(tmp_path), over)}
-    assert sorted(found) == ["alive", "crashed", "just-ended"]
+    assert sorted(found) == ["alive", "crashed", "ended", "just-ended"]
+    assert {name for name, one in found.items() if one["lately"]} == {"alive", "crashed", "just-ended"}
     assert (found["alive"]["alive"], found["alive"]["node_rank"], found["alive"]["outcome"]) == (True, 3, None)
     assert (found["just-ended"]["alive"], found["just-ended"]["outcome"]) == (False, "failed")
     assert found["just-ended"]["cause"] == "rank-failed" and "secret" not in json.dumps(found)
@@ -180,7 +182,26 @@ def test_agents_are_told_while_they_live_and_a_moment_longer(tmp_path: Path) -> 
     path.write_text(json.dumps({**json.loads(path.read_text()), "pid": os.getpid(), "start": start, "end": None}))
     os.utime(path, (now, now + 60))
     again = sampler.agent_states("node01", str(tmp_path), over)
-    assert sorted(one["run_id"] for one in again) == ["alive", "crashed", "just-ended", "long-ended"], "it was started again"
+    assert {one["run_id"] for one in again} == {*found, "long-ended"}, "it was started again"
+
+
+def test_who_starts_a_run_again_is_told_as_long_as_it_waits(tmp_path: Path) -> None:
+    now, top = time.time(), tmp_path / "top"
+    for name, ended_s in (("waits", 300), ("waited", 300), ("given-up", 5)):
+        for folder in (tmp_path / name, top / name / "node01"):
+            folder.mkdir(parents=True)
+        end = {"outcome": "failed", "time": now - ended_s, "cause": {"kind": "rank-failed"}}
+        told = {"run_id": name, "run_dir": str(tmp_path / name), "attempt": 1, "pid": 1, "start": -1, "end": end}
+        (top / name / "node01" / "state.json").write_text(json.dumps(told))
+    for name, between in (
+        ("waits", {"who": "kim@here, process 5", "until": now + 600}),
+        ("waited", {"who": "sam@there, process 6", "until": now - 1}),
+        ("given-up", {"given_up": "enough"}),
+    ):
+        (tmp_path / name / "between.json").write_text(json.dumps(between))
+    with sampling(tmp_path, top=str(top)) as samples:
+        sample = first(samples, lambda one: any(run["waits"] for run in one["runs"]))
+    assert {run["run_id"]: run["waits"] for run in sample["runs"]} == {"waits": "kim@here, process 5", "given-up": None}
 
 
 def test_it_ends_with_its_children_when_it_is_told_to(tmp_path: Path) -> None:
