@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +11,12 @@ from functools import cache
 
 from launch.diagnose import Cause, mends
 from launch.env import HIDDEN
-from launch.jobs import HOLD_S, Run, find_run, give_up, hold_between
-from launch.plan import Plan
+from launch.jobs import HOLD_S, STALE_S, Run, find_run, give_up, hold_between
+from launch.plan import Plan, plan_json
 from launch.recipe import world_sizes_allowed
 from launch.restart import REST_S, Decision, Ended, Policy, Stock, decide
 from launch.run import Wish, extra_arguments
-from launch.supervise import Outcome
+from launch.supervise import Outcome, stop_run
 from r4090c.errors import R4090cError, UsageError
 from r4090c.model import Cluster, Node
 from r4090c.remote import Fleet, NodeError
@@ -50,6 +51,19 @@ class Attempts:
         self._history: list[Ended] = []
         self._decides = True
         """False = another supervisor is about to start the next attempt."""
+        self._tried: Plan | None = None
+        """The attempt that was announced last."""
+        self._unstopped: tuple[str, ...] = ()
+        """Nodes that the stop of an attempt which did not start has not reached yet."""
+
+    def announcing(self, announce: Callable[[Plan], None]) -> Callable[[Plan], None]:
+        """Return `announce` for `launch.run.start`, with the plan noted here: it may be there although its start failed."""
+
+        def both(plan: Plan) -> None:
+            self._tried = plan
+            announce(plan)
+
+        return both
 
     def after(self, plan: Plan, outcome: Outcome) -> Next:
         """Return what follows the attempt of `plan`, which did not end well; takes as long as nodes are waited for."""
@@ -63,7 +77,10 @@ class Attempts:
             return self._over(plan, str(error))
         run = self._run(plan.run_id)
         if run is not None and run.state in ("running", "done"):
-            return Next(None, f"it is {run.state}: somebody else has started attempt {run.attempt}")
+            if self._tried is None or run.plan != json.loads(json.dumps(plan_json(self._tried))):
+                return Next(None, f"it is {run.state}: somebody else has started attempt {run.attempt}")
+            self._unstopped = tuple(node.name for node in self._tried.nodes)
+            self._end_what_started(plan)
         names = tuple(node.name for node in self._wish.nodes)
         node = error.culprit if error.culprit in names else "?"
         cause = Cause("start-failed", node, None, f"the next attempt could not start: {error}", "", error.next_command)
@@ -91,6 +108,17 @@ class Attempts:
                 return self._over(plan, refused or decision.why)
             return self._again(plan, decision)
 
+    def _end_what_started(self, plan: Plan) -> None:
+        """Stop the attempt that was to start and did not everywhere, and wait until its folder no longer says that it runs."""
+        stopped = stop_run(self.fleet, plan.run_id, self._unstopped, "the supervisor (its start failed)", follows=True)
+        self._unstopped = tuple(stopped.unreachable)
+        until = time.monotonic() + STALE_S
+        while time.monotonic() < until:
+            run = self._run(plan.run_id)
+            if run is None or run.state != "running":
+                return
+            time.sleep(1.0)
+
     def _over(self, plan: Plan, why: str) -> Next:
         if self._decides:
             self.let_go(plan, why)
@@ -113,6 +141,8 @@ class Attempts:
         if hidden:
             told = f"the values of {', '.join(hidden)} are secret, and known to the launch that gave them only"
             return self._over(plan, told)
+        if self._unstopped:
+            self._end_what_started(plan)
         known = {node.name: node for node in self.cluster.nodes}
         self._wish = replace(
             self._wish,
@@ -218,4 +248,5 @@ def wish_of(plan: Plan, nodes: Sequence[Node]) -> Wish:
         hang=plan.hang,
         gate="--no-gate" not in plan.options,
         anyway="--anyway" in plan.options,
+        policy=tuple(option for option in plan.options if option not in ("--no-gate", "--anyway")),
     )

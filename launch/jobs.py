@@ -21,6 +21,8 @@ STALE_S = 30.0
 
 HOLD_S = 30.0
 """est.: who waits between two attempts says so every ten seconds (launch/attempts.py); so long after its death others wait."""
+SETTLES_S = 0.3
+"""est.: two that find nobody's note at the same moment have both written theirs so long after."""
 
 LIST = r"""
 import glob, json, os, time
@@ -121,24 +123,39 @@ def main(request):
 WRITE = r"""
 import json, os, time
 
-def main(request):
-    aside, path, told = request["path"] + ".tmp", request["path"], request["told"]
+def holder(path):
     try:
-        if "for_s" in told:  # else it is over: whoever says so has held it
-            told["until"] = time.time() + told.pop("for_s")
-            try:
-                with open(path) as handle:
-                    before = json.load(handle)
-                if before["id"] != told["id"] and before["until"] > time.time():
-                    return before
-            except (OSError, ValueError, KeyError, TypeError):
-                pass
+        with open(path) as handle:
+            told = json.load(handle)
+        return told if told["id"] and told["until"] > time.time() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+def main(request):
+    path, told = request["path"], request["told"]
+    aside = "%s.%s-%d.tmp" % (path, os.uname()[1], os.getpid())
+    holds = "for_s" in told  # else it is over: whoever says so has held it
+    before = holder(path) if holds else None
+    if holds:
+        told["until"] = time.time() + told.pop("for_s")
+        if before and before["id"] != told["id"]:
+            return {"other": before}
+    try:
         with open(aside, "w") as handle:
             json.dump(told, handle)
         os.replace(aside, path)
-    except OSError:
-        pass
-    return None
+    except OSError as error:
+        try:
+            os.unlink(aside)
+        except OSError:
+            pass
+        return {"error": error.strerror}
+    if holds and not before:  # two that ask at the same moment both come here: the last one's stays, and the other sees that
+        time.sleep(request["settles_s"])
+        after = holder(path)
+        if after and after["id"] != told["id"]:
+            return {"other": after}
+    return {}
 """
 
 
@@ -293,13 +310,14 @@ def find_run(fleet: Fleet, cluster: Cluster, run_id: str) -> Run:
     return found[0]
 
 
-def note_stop(fleet: Fleet, run: Run, by: str) -> None:
+def note_stop(fleet: Fleet, run: Run, by: str) -> str | None:
     """Note in the run's folder that it is to end, for a supervisor that is about to start it again. Raises CouldNotTell.
 
-    A folder that cannot be written is no reason not to stop: then only what runs now is ended.
+    Return why the folder cannot be written, which is no reason not to stop: then only what runs now is ended.
     """
     told = {"by": by, "time": time.time()}
-    ask_any(fleet, WRITE, {"path": str(RunPaths(PurePosixPath(run.run_dir)).stop), "told": told})
+    answer = ask_any(fleet, WRITE, {"path": str(RunPaths(PurePosixPath(run.run_dir)).stop), "told": told})
+    return str(answer["error"]) if "error" in answer else None
 
 
 def hold_between(fleet: Fleet, run_dir: str, me: Mapping[str, str]) -> str | None:
@@ -308,8 +326,9 @@ def hold_between(fleet: Fleet, run_dir: str, me: Mapping[str, str]) -> str | Non
     A folder that cannot be written keeps nobody from going on. Raises CouldNotTell when no node answers.
     """
     told = {**me, "for_s": HOLD_S}
-    other = ask_any(fleet, WRITE, {"path": str(RunPaths(PurePosixPath(run_dir)).between), "told": told})
-    return str(other.get("who")) if isinstance(other, dict) else None
+    request = {"path": str(RunPaths(PurePosixPath(run_dir)).between), "told": told, "settles_s": SETTLES_S}
+    other = ask_any(fleet, WRITE, request).get("other")
+    return str(other.get("who")) if other else None
 
 
 def give_up(fleet: Fleet, run_dir: str, why: str) -> None:

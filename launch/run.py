@@ -9,14 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launch.forecast import Forecast, fewer_nodes, forecast_json, refusal
 from launch.holders import GpusTaken, holders, wait_until_free
-from launch.jobs import Run, find_run, hold_between, list_runs
+from launch.jobs import HOLD_S, Run, find_run, hold_between, list_runs
 from launch.measured import Known, remembered
 from launch.plan import HANG, Code, Hang, Job, Plan, Ports, make_plan
 from launch.planning import command_of, foresee, other_ways, told_options
@@ -42,6 +43,8 @@ from r4090c.paths import RunPaths, SharedPaths, new_run_id
 from r4090c.remote import Fleet, Shell
 from r4090c.store import p2p_proofs, port_tests, preflight_records
 
+HOLD_JOIN_S = 2.0
+"""est.: a note that is under way arrives within this, or was sent to a node that does not answer."""
 MASTER_PORT_DRY, GANG_PORT_DRY = 29500, 29501
 """What a dry run shows; a real one takes ports that are free on the lead."""
 
@@ -74,11 +77,13 @@ class Wish:
     """True = wait for GPUs that another run holds."""
     hang: Hang | None = HANG
     """When a rank that makes no progress ends the attempt; None = never."""
+    policy: tuple[str, ...] = ()
+    """What follows an attempt that fails, as options of `launch`: for whoever takes over from its supervisor."""
 
     @property
     def options(self) -> tuple[str, ...]:
         """Options of `launch` that hold for every attempt of the run."""
-        return (*(() if self.gate else ("--no-gate",)), *(("--anyway",) if self.anyway else ()))
+        return (*(() if self.gate else ("--no-gate",)), *(("--anyway",) if self.anyway else ()), *self.policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,13 +453,8 @@ def start(
     """
 
     def require_wanted() -> None:
-        if not wish.again or not wish.resume:
-            return
-        run = find_run(fleet, cluster, wish.resume)
-        if run.stopped_by:
-            raise TrainingFailed(f"run {run.id}", f"stopped by {run.stopped_by}", "", f"r4090c launch --resume {run.id}")
-        if me is not None:
-            hold_between(fleet, run.run_dir, me)
+        if wish.again and wish.resume:
+            require_next(fleet, find_run(fleet, cluster, wish.resume), me)
 
     while True:
         try:
@@ -463,6 +463,34 @@ def start(
             if not wish.queue:
                 raise
             wait_until_free(fleet, taken, say, require_wanted)
+
+
+def require_next(fleet: Fleet, run: Run, me: Mapping[str, str] | None) -> None:
+    """Raise TrainingFailed unless supervisor `me` is the one to start the next attempt of `run`; note for others that it is."""
+    if run.stopped_by:
+        raise TrainingFailed(f"run {run.id}", f"stopped by {run.stopped_by}", "", f"r4090c launch --resume {run.id}")
+    other = hold_between(fleet, run.run_dir, me) if me is not None else None
+    if other is not None:
+        raise TrainingFailed(f"run {run.id}", f"{other} starts its next attempt", "", f"r4090c attach {run.id}")
+
+
+@contextmanager
+def held(fleet: Fleet, run_dir: str, me: Mapping[str, str] | None) -> Iterator[None]:
+    """Have others know all through the block that `me` is about to start the next attempt: a check or a sync may take minutes."""
+    over = threading.Event()
+
+    def hold() -> None:
+        while me is not None and not over.wait(HOLD_S / 3):
+            with suppress(R4090cError):  # who cannot be reached now is asked again
+                hold_between(fleet, run_dir, me)
+
+    thread = threading.Thread(target=hold, daemon=True, name="hold")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(HOLD_JOIN_S)
 
 
 def _start(
@@ -475,6 +503,25 @@ def _start(
     nobody_s: float,
 ) -> Supervisor:
     prepared = prepare(fleet, cluster, wish)
+    with held(fleet, str(prepared.run.root), me) if wish.again else nullcontext():
+        plan, files = _checked(fleet, cluster, wish, prepared, say)
+    supervisor = Supervisor(fleet, plan, secrets.token_hex(16), me=me, nobody_s=nobody_s)
+    if wish.again:
+        run = find_run(fleet, cluster, plan.run_id)
+        if run.attempt >= plan.attempt:
+            told = f"somebody else has started attempt {run.attempt}"
+            raise TrainingFailed(f"run {run.id}", told, "", f"r4090c attach {run.id}")
+        require_next(fleet, run, me)
+    announce(plan)
+    say(f"starting {counted(plan.world_size, 'rank')} on {', '.join(node.name for node in plan.nodes)}")
+    supervisor.start(files, again=wish.again)
+    return supervisor
+
+
+def _checked(
+    fleet: Fleet, cluster: Cluster, wish: Wish, prepared: Prepared, say: Callable[[str], None]
+) -> tuple[Plan, dict[str, str]]:
+    """Return the plan of an attempt that may start, and the files (path -> text) it is to find; its code is on the nodes then."""
     if prepared.recipe is not None:
         require_trainable(prepared.recipe)
     names = [node.name for node in prepared.nodes]
@@ -513,11 +560,7 @@ def _start(
     files = {str(prepared.run.facts): json.dumps({name: asdict(fact) for name, fact in facts.items()}, default=str)}
     if prepared.recipe is not None:
         files[str(prepared.run.attempt_recipe(prepared.attempt))] = json.dumps(prepared.recipe, indent=1)
-    supervisor = Supervisor(fleet, plan, secrets.token_hex(16), me=me, nobody_s=nobody_s)
-    announce(plan)
-    say(f"starting {counted(plan.world_size, 'rank')} on {', '.join(names)}")
-    supervisor.start(files, again=wish.again)
-    return supervisor
+    return plan, files
 
 
 def _all_gpus(node: Node, facts: NodeFacts) -> list[str]:

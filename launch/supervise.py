@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, Protocol
@@ -192,7 +192,10 @@ class Supervisor:
                 "log": ["log", str(self.paths.rank_log(self.plan.attempt, 0)), 0],
             }
         while not self._closing.is_set():
-            why = self._follow_once(node, files)
+            try:
+                why = self._follow_once(node, files)
+            except Exception as error:  # noqa: BLE001 -- a node may say anything: its thread must not end unheard
+                why = f"what it says cannot be read ({type(error).__name__}: {error})"
             if why is None or self._closing.is_set():  # a stream that `stop` closed says nothing about the node
                 return
             self._queue.put((node.name, {"silent": why}))
@@ -201,7 +204,12 @@ class Supervisor:
 
     def _follow_once(self, node: NodePlan, files: dict[str, list[Any]]) -> str | None:
         """Queue what the follower on `node` tells; return None when it told the end, else why it stopped telling."""
-        what: dict[str, Any] = {"run_id": self.plan.run_id, "node": node.name, "files": list(files.values())}
+        what: dict[str, Any] = {
+            "run_id": self.plan.run_id,
+            "node": node.name,
+            "attempt": self.plan.attempt,
+            "files": list(files.values()),
+        }
         if node.node_rank == 0:
             what["supervisor"] = self.me
         argv = ["python3", "-I", "-S", f"{self.plan.code.tree}/launch/agent.py", "follow", json.dumps(what)]
@@ -301,7 +309,7 @@ class Supervisor:
                 self._ended_badly_at = time.monotonic()
         elif time.monotonic() - self._ended_badly_at > LATE_S:
             self._ended_badly_at = float("inf")  # once
-            late = [name for name, view in self._views.items() if not view.over and view.silent_since is None]
+            late = [name for name in self._known() if not self._views[name].over and self._views[name].silent_since is None]
             if late:
                 watcher.note(f"stopping {', '.join(late)}, which went on although the attempt had ended elsewhere")
                 by = "the supervisor (the attempt had ended elsewhere)"
@@ -361,7 +369,12 @@ class Supervisor:
 
     def _sweep(self) -> Mapping[str, Sequence[int]]:
         """End what the attempt may have left on the nodes that answer; return what would not go."""
-        return self.stop("the supervisor (the attempt had ended)", only=self._reachable(), follows=True).left
+        names = [name for name in self._known() if name in self._reachable()]
+        return self.stop("the supervisor (the attempt had ended)", only=names, follows=True).left
+
+    def _known(self) -> list[str]:
+        """Return the nodes whose start can be named: a stop that names none would end any attempt of the run."""
+        return [name for name, view in self._views.items() if self._token is not None or view.state is not None]
 
     def _write_diagnosis(self, cause: Cause) -> None:
         """Keep the cause in the run folder, by the first node that can write it."""
@@ -414,7 +427,8 @@ def uninterrupted() -> Iterator[None]:
     """Let no second Ctrl-C (or SIGTERM, SIGHUP) break what ends the ranks: it takes seconds, and says so."""
 
     def wait_for_it(number: int, frame: object) -> None:
-        os.write(2, b"still stopping every rank; this takes some seconds\n")
+        with suppress(OSError):  # the terminal may have gone
+            os.write(2, b"still stopping every rank; this takes some seconds\n")
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -433,6 +447,21 @@ class Stopped:
 
     left: Mapping[str, Sequence[int]]
     unreachable: Sequence[str]
+
+
+def told_of_stop(stopped: Stopped, names: Sequence[str]) -> str:
+    """Return what a person reads of a stop of all of an attempt's nodes, `names`."""
+    told = [f"still running: {dict(stopped.left)}"] if stopped.left else []
+    if stopped.unreachable:
+        told.append(f"no answer from {', '.join(stopped.unreachable)}: {what_follows_there(stopped.unreachable, names)}")
+    return "; ".join(["stopped", *(told or ["nothing is left running"])])
+
+
+def what_follows_there(unreachable: Sequence[str], names: Sequence[str]) -> str:
+    """Return what an attempt of nodes `names` does where a stop did not arrive: an agent ends when it loses any of the others."""
+    if set(names) - set(unreachable):
+        return "its agent ends by itself, as it loses the others"
+    return "IT GOES ON THERE, as no node of it has stopped; say it again once one answers"
 
 
 def stop_run(

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 import click
 
 from r4090c.cli.common import cluster_option, err, json_option, load, print_json
-from r4090c.cli.follow import Onlooker, follow_run, policy_of, restart_options
-from r4090c.errors import Exit, UsageError
+from r4090c.cli.follow import UNHEARD_S, Onlooker, follow_run, policy_of, restart_options, told_in_options
+from r4090c.errors import CouldNotTell, Exit, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from launch.jobs import Run
     from launch.supervise import Supervisor
+    from r4090c.model import Cluster
+    from r4090c.remote import Fleet
 
 
 @click.command("attach")
@@ -44,7 +48,7 @@ def command(
     from launch.jobs import find_run
     from launch.plan import plan_from
     from launch.run import start
-    from launch.supervise import Supervisor, who_i_am
+    from launch.supervise import PATIENT_S, Supervisor, who_i_am
     from r4090c.remote import Fleet
 
     cluster = load(cluster_file)
@@ -54,15 +58,15 @@ def command(
         console.print(text, style="dim", markup=False)
 
     with Fleet(cluster.nodes) as fleet:
-        run = find_run(fleet, cluster, run_id)
+        run = _found(fleet, cluster, run_id, say, PATIENT_S if successor else 0.0)
         waited = False
         while run.state == "waiting" and not successor:
             if not waited:
                 say(f"between two attempts: {run.cause}")
                 waited = True
             time.sleep(1.0)
-            run = find_run(fleet, cluster, run_id)
-        if run.state != "running" and not (successor and run.state in ("failed", "waiting")):
+            run = _found(fleet, cluster, run_id, say, math.inf)
+        if run.state != "running" and (not successor or run.state in ("done", "stopped")):
             again = f"r4090c launch --resume {run.id}" if run.steps else f"r4090c logs {run.id}"
             told = f"has ended: {run.state}" + (f": {run.cause}" if run.cause else "")
             raise UsageError(f"run {run.id}", told, "a run that goes on", again)
@@ -70,8 +74,12 @@ def command(
         if missing:
             raise UsageError(f"run {run.id}", f"{', '.join(missing)} is not in {cluster.file}", "the cluster it runs on")
         plan = plan_from(run.plan)
+        asked, (told_restart, told_wait, told_attempts) = restart, told_in_options(plan.options)
+        restart = told_restart if restart is None else restart
+        node_wait = told_wait if node_wait is None else node_wait
+        attempts = told_attempts if attempts is None else attempts
         restarts = plan.steps is not None and restart is not False
-        if restart and plan.steps is None:
+        if asked and plan.steps is None:
             raise UsageError("--restart", f"run {run.id} is of a script, which is not kept here", "the launch that started it")
         me, wish = who_i_am(successor), wish_of(plan, [fleet.nodes[name] for name in run.nodes])
 
@@ -82,10 +90,12 @@ def command(
             console.print(f"run [bold]{plan.run_id}[/bold]  {plan.run_dir}", soft_wrap=True)
             return Supervisor(fleet, plan, None, me=me, nobody_s=math.inf, successor=successor is not None)
 
+        history = Attempts(fleet, cluster, wish, say, policy_of(node_wait, attempts), me)
+        announce = history.announcing(lambda plan: None)
         result, code = follow_run(
             begin,
-            lambda again: start(fleet, cluster, again, say, me=me, nobody_s=math.inf),
-            Attempts(fleet, cluster, wish, say, policy_of(node_wait, attempts), me) if restarts else None,
+            lambda again: start(fleet, cluster, again, say, announce, me=me, nobody_s=math.inf),
+            history if restarts else None,
             began,
             as_json,
             leaves=True,
@@ -94,3 +104,20 @@ def command(
     if as_json:
         print_json(result)
     return code or Exit.OK
+
+
+def _found(fleet: Fleet, cluster: Cluster, run_id: str, say: Callable[[str], None], patient_s: float) -> Run:
+    """Return how the run stands, trying for `patient_s` while no node answers. Raises CouldNotTell then."""
+    from launch.jobs import find_run
+
+    until, told = time.monotonic() + patient_s, ""
+    while True:
+        try:
+            return find_run(fleet, cluster, run_id)
+        except CouldNotTell as error:
+            if time.monotonic() > until:
+                raise
+            if told != error.observed:
+                told = error.observed
+                say(f"{told}; trying again")
+            time.sleep(UNHEARD_S)

@@ -200,6 +200,12 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(to_jsonable(value), indent=2 if sys.stdout.isatty() else None, ensure_ascii=False))
 
 
+def tell(console: Console, text: str) -> None:
+    """Print `text`, where somebody reads: what is done next must be done also after `2>&1 | tee` or the terminal has gone."""
+    with contextlib.suppress(OSError, SystemExit):  # rich ends the process when a pipe breaks
+        console.print(text, soft_wrap=True, markup=False)
+
+
 def out() -> Console:
     """Return a console on stdout, for data. Like click.echo it raises BrokenPipeError when nobody reads (`| head`)."""
     from rich.console import Console

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from netcheck.report_text import printable
-from r4090c.cli.common import err, pasteable, tell_error
+from r4090c.cli.common import err, pasteable, tell, tell_error
 from r4090c.errors import Exit, R4090cError, UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 ABANDONED_S = 45.0
 """est.: a supervisor says within two seconds that it is about to start the next attempt, and says so anew every ten."""
+UNHEARD_S = 5.0
+"""est.: how often nodes that do not answer are asked how a run stands."""
+UNTRUE_S = 15.0
+"""est.: an attempt that ended is no longer told as running by any node so long after."""
 SAID = ("profile  ", "notice   ", "resume   ", "left ", "removed ")
 """How lines of rank 0's log begin that are for whoever looks on (train/main.py, train/profiling.py)."""
 
@@ -63,6 +67,23 @@ def policy_of(node_wait_s: float | None, attempts: int | None) -> Policy:
     return Policy(attempts or WITHOUT_PROGRESS, RETURN_S if node_wait_s is None else node_wait_s)
 
 
+def options_of(restart: bool | None, node_wait_s: float | None, attempts: int | None) -> tuple[str, ...]:
+    """Return what was said of what follows a failed attempt, as options, for the run's plan."""
+    return (
+        *(() if restart is None else ("--restart" if restart else "--no-restart",)),
+        *(() if node_wait_s is None else (f"--node-wait={node_wait_s:g}",)),
+        *(() if attempts is None else (f"--attempts={attempts}",)),
+    )
+
+
+def told_in_options(options: Sequence[str]) -> tuple[bool | None, float | None, int | None]:
+    """Return (restart, node_wait_s, attempts) as `options_of` wrote them into a plan; None = nothing was said."""
+    told = dict(option.partition("=")[::2] for option in options)
+    restart = True if "--restart" in told else False if "--no-restart" in told else None
+    wait, attempts = told.get("--node-wait"), told.get("--attempts")
+    return restart, None if wait is None else float(wait), None if attempts is None else int(attempts)
+
+
 @dataclass
 class Followed:
     """An attempt that was followed to its end. `told`: what is printed of it as JSON. `outcome` None: Ctrl-C ended it.
@@ -93,7 +114,7 @@ def follow_attempt(
     `resumable`: say how, after Ctrl-C. `first`: the first line of metrics of the attempts before.
     """
     from launch.run import counted
-    from launch.supervise import account, failure
+    from launch.supervise import account, failure, told_of_stop, uninterrupted
 
     console = err()
     supervisor: Supervisor | None = None
@@ -114,16 +135,14 @@ def follow_attempt(
             supervisor.leave()
             alone = ", and NOBODY supervises it any more" if supervisor.supervises else ""
             left = f"left; {plan.run_id} goes on{alone}: r4090c attach {plan.run_id}, r4090c stop {plan.run_id}"
-            console.print(f"\n{pasteable(left)}", soft_wrap=True, markup=False)
+            tell(console, f"\n{pasteable(left)}")
             return Followed(ended, Exit.INTERRUPTED, supervisor, None, first)
-        console.print("\ninterrupted: stopping every rank on every node …")
-        stopped = supervisor.stop(f"{account()} (Ctrl-C)")
-        what = "; nothing is left running" if not stopped.left else f"; still running: {dict(stopped.left)}"
-        if stopped.unreachable:
-            what = f"; {', '.join(stopped.unreachable)} did not answer: its agent ends by itself when it loses the others"
+        with uninterrupted():
+            tell(console, "\ninterrupted: stopping every rank on every node …")
+            stopped = supervisor.stop(f"{account()} (Ctrl-C)")
         again = pasteable(f"r4090c launch --resume {plan.run_id}")
         resume = f"\n  resume (from its last checkpoint, once it has saved one): {again}" if plan.steps and resumable else ""
-        console.print(f"stopped{what}{resume}", soft_wrap=True, markup=False)
+        tell(console, f"{told_of_stop(stopped, supervisor.names)}{resume}")
         return Followed(ended, Exit.INTERRUPTED, supervisor, None, first)
     except BaseException:
         if supervisor is not None and leaves:
@@ -203,6 +222,8 @@ def _follow_next(
         if following is not None:
             return follow_attempt(partial(_begun, following), began, quiet, leaves=leaves, first=last.first)
         if onlooker is None or not onlooker.abandoned:
+            if onlooker is None:
+                console.print("what follows is decided there", soft_wrap=True)
             return None
         outcome = last.supervisor.take_over(outcome)
     if attempts is None:
@@ -224,7 +245,7 @@ def _follow_next(
         except KeyboardInterrupt:
             attempts.let_go(plan, "interrupted")
             again = pasteable(f"\n  resume: r4090c launch --resume {plan.run_id}") if plan.steps else ""
-            console.print(f"\ninterrupted; nothing is running{again}", soft_wrap=True, markup=False)
+            tell(console, f"\ninterrupted; nothing is running{again}")
             raise
         else:
             return follow_attempt(partial(_begun, supervisor), began, quiet, leaves=leaves, first=last.first)
@@ -245,11 +266,23 @@ class Onlooker:
 def _look_on(last: Followed, onlooker: Onlooker) -> Supervisor | None:
     """Return who follows the next attempt, once the run's supervisor has started it; None when there is none."""
     console, told = err(), ""
-    until = time.monotonic() + ABANDONED_S
+    began = time.monotonic()
+    until = began + ABANDONED_S
     while time.monotonic() < until:
-        run = onlooker.find()
+        try:
+            run = onlooker.find()
+        except R4090cError as error:  # silence of the network is none of its supervisor's
+            until = time.monotonic() + ABANDONED_S
+            if told != error.observed:
+                told = error.observed
+                console.print(f"{pasteable(told)}; trying again", soft_wrap=True, markup=False)
+            time.sleep(UNHEARD_S)
+            continue
         if run.attempt > last.supervisor.plan.attempt:
             console.print(f"attempt {run.attempt}", soft_wrap=True)
+            return onlooker.attach(run)
+        if run.state == "running" and time.monotonic() - began > UNTRUE_S:
+            console.print(f"attempt {run.attempt} goes on after all", soft_wrap=True)
             return onlooker.attach(run)
         over = run.given_up or (f"stopped by {run.stopped_by}" if run.stopped_by else "")
         if over or run.state in ("done", "stopped"):

@@ -30,7 +30,7 @@ from r4090c.cli.common import (
     styled,
     tell_error,
 )
-from r4090c.cli.follow import follow_run, policy_of, restart_options
+from r4090c.cli.follow import follow_run, options_of, policy_of, restart_options
 from r4090c.errors import Exit, UsageError
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ def command(
         anyway=anyway,
         queue=queue,
         hang=_hang(hang_after),
+        policy=options_of(restart, node_wait, attempts),
     )
     restarts = not is_script(target) if restart is None else restart
     if detach and restart and is_script(target):
@@ -183,6 +184,12 @@ def command(
             logs = _log_folder()  # before anything starts
             supervisor = start(fleet, cluster, wish, say, announce)
             plan = supervisor.plan
+            log = logs / f"{plan.run_id}.log"
+            try:
+                supervise_apart(plan.run_id, supervisor.me["id"], log, cluster.file, restarts, node_wait, attempts)
+            except BaseException:  # before anything is printed: from here on somebody follows it, or nothing runs
+                supervisor.stop("the controller (nobody would have supervised it)")
+                raise
             if as_json:
                 print_json({"run_id": plan.run_id, "run_dir": plan.run_dir, "nodes": supervisor.names, "state": "running"})
             else:
@@ -191,16 +198,15 @@ def command(
             if restarts and secret:
                 told = f"--env {', '.join(secret)}: secret, kept nowhere, so the run is not started again; cluster.yaml's env is"
                 click.echo(f"{styled('warning:', fg='yellow')} {told}", err=True)
-            log = logs / f"{plan.run_id}.log"
-            supervise_apart(plan.run_id, supervisor.me["id"], log, cluster.file, restarts, node_wait, attempts)
             console.print(f"detached; supervised by a process of its own: {log}", soft_wrap=True, markup=False)
             console.print(pasteable(f"  follow with: r4090c attach {plan.run_id}"), soft_wrap=True, markup=False)
             return Exit.OK
         me, nobody_s = who_i_am(), PATIENT_S if restarts else NOBODY_S
+        history = Attempts(fleet, cluster, wish, say, policy_of(node_wait, attempts), me)
         result, ended = follow_run(
             lambda: start(fleet, cluster, wish, say, announce, me, nobody_s),
-            lambda again: start(fleet, cluster, again, say, announce, me, nobody_s),
-            Attempts(fleet, cluster, wish, say, policy_of(node_wait, attempts), me) if restarts else None,
+            lambda again: start(fleet, cluster, again, say, history.announcing(announce), me, nobody_s),
+            history if restarts else None,
             began,
             as_json,
         )

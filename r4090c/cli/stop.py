@@ -21,7 +21,7 @@ def command(run_id: str, dry_run: bool, cluster_file: str | None, as_json: bool)
       r4090c stop tiny-20260131-120000-a1b2
     """
     from launch.jobs import find_run, note_stop
-    from launch.supervise import account, stop_run
+    from launch.supervise import account, stop_run, what_follows_there
     from r4090c.remote import Fleet
 
     cluster = load(cluster_file)
@@ -35,7 +35,7 @@ def command(run_id: str, dry_run: bool, cluster_file: str | None, as_json: bool)
                 click.echo(f"{run.id} ({run.state}): would be stopped on {', '.join(known)}")
             return Exit.OK
         by = f"{account()} (r4090c stop)"
-        note_stop(fleet, run, by)  # first: a supervisor between two attempts must not start the next one
+        unwritten = note_stop(fleet, run, by)  # first: a supervisor between two attempts must not start the next one
         result = stop_run(fleet, run.id, known, by)
     missing = sorted((set(run.nodes) - set(known)) | (set(run.nodes) & set(result.unreachable)))
     if as_json:
@@ -55,10 +55,17 @@ def command(run_id: str, dry_run: bool, cluster_file: str | None, as_json: bool)
             "none",
             "ps -o pid,stat,wchan:32,cmd -p PID   (D = waiting for storage)",
         )
+    if unwritten and run.state == "waiting":
+        raise CouldNotTell(
+            run.id,
+            f"{run.run_dir} cannot be written ({unwritten}), so {(run.between or {}).get('who')} starts it again",
+            "a run folder that can be written",
+            f"df -h {run.run_dir}; then r4090c stop {run.id}",
+        )
     if missing:
         raise CouldNotTell(
             run.id,
-            f"no answer from {', '.join(missing)}; their agents end by themselves when they lose the others",
+            f"no answer from {', '.join(missing)}: {what_follows_there(missing, run.nodes)}",
             "every node of the run",
             f"r4090c preflight --nodes {','.join(missing)}",
         )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.jobs import LIST, READ, STALE_S, run_state, runs_of
+from launch.jobs import HOLD_S, LIST, READ, SETTLES_S, STALE_S, WRITE, run_state, runs_of
 from launch.plan import SCHEMA
 
 NOW = 1_796_000_000.0
@@ -152,3 +154,39 @@ def test_the_supervisors_diagnosis_of_this_attempt_wins(tmp_path: Path) -> None:
         (folder / "diagnosis.json").write_text(json.dumps({"attempt": attempt, "summary": "node02 was lost"}))
         answer = program(LIST)({"runs": str(tmp_path), "only": None, "limit": 9, "schema": SCHEMA})
         assert [(run.state, run.cause) for run in runs_of(answer)] == [("failed", expected)]
+
+
+def hold(path: Path, name: str, for_s: float = HOLD_S, settles_s: float = SETTLES_S) -> dict[str, Any]:
+    return {"path": str(path), "told": {"id": name, "who": name, "for_s": for_s}, "settles_s": settles_s}
+
+
+def test_who_holds_a_run_between_two_attempts_keeps_it_and_others_are_told(tmp_path: Path) -> None:
+    write, path = program(WRITE), tmp_path / "between.json"
+    assert write(hold(path, "kim")) == {}
+    began = time.monotonic()
+    assert write(hold(path, "kim", settles_s=3600)) == {}, "who holds it already need not wait"
+    assert time.monotonic() - began < 1800
+    assert write(hold(path, "sam"))["other"]["who"] == "kim"
+    assert write({"path": str(path), "told": {"given_up": "enough"}}) == {}
+    assert write(hold(path, "sam", for_s=-1)) == {}, "nobody holds what was given up"
+    assert write(hold(path, "kim")) == {}, "a hold ends"
+    assert [one.name for one in tmp_path.iterdir()] == ["between.json"]
+
+
+def test_one_of_two_that_ask_at_the_same_moment_holds(tmp_path: Path) -> None:
+    """Both find nobody's note; the one whose note is replaced sees it."""
+    path, later = tmp_path / "between.json", time.time() + 1.0
+    source = WRITE + f"\nimport sys\ntime.sleep({later!r} - time.time())\nprint(json.dumps(main(json.loads(sys.argv[1]))))"
+    asking = [
+        subprocess.Popen([sys.executable, "-c", source, json.dumps(hold(path, name, settles_s=2.0))], stdout=subprocess.PIPE)
+        for name in ("kim", "sam")
+    ]
+    answers = [json.loads(one.communicate(timeout=60)[0]) for one in asking]
+    assert sorted(map(len, answers)) == [0, 1]
+    (loser,) = [answer for answer in answers if answer]
+    assert loser["other"] == json.loads(path.read_text())
+
+
+def test_a_note_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    told = {"path": str(tmp_path / "gone" / "stop.json"), "told": {"by": "kim", "time": 1.0}}
+    assert program(WRITE)(told) == {"error": "No such file or directory"}

@@ -12,6 +12,7 @@ import pytest
 
 from tests import cli
 from tests.lab.lab import Lab
+from tests.lab.processes import all_processes
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -54,8 +55,8 @@ def gone(lab: Lab, within_s: float = 10) -> bool:
     return left(lab) == []
 
 
-def launched(lab: Lab, script: Path, state: Path) -> Any:
-    return cli.start("launch", str(script), "--nodes", "2", "--cluster", str(lab.cluster_file), state=state)
+def launched(lab: Lab, script: Path, state: Path, *words: str) -> Any:
+    return cli.start("launch", str(script), "--nodes", "2", "--cluster", str(lab.cluster_file), *words, state=state)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -73,6 +74,34 @@ def test_a_signal_ends_every_rank_and_a_second_one_does_not_break_that(
     assert process.returncode == 130, errors
     assert "nothing is left running" in errors
     assert gone(lab4, 0)
+
+
+def test_a_signal_ends_every_rank_although_nobody_reads_what_is_said(lab4: Lab, script: Path, tmp_path: Path) -> None:
+    """`launch … 2>&1 | tee log`, whose tee dies of the same Ctrl-C; or a terminal that is closed."""
+    process = launched(lab4, script, tmp_path)
+    for line in process.stdout:
+        if line.startswith("line 3"):
+            break
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert gone(lab4, 0)
+
+
+def test_a_detached_run_is_supervised_although_nobody_reads_its_id(lab4: Lab, script: Path, tmp_path: Path) -> None:
+    """`launch --detach | true`."""
+    process = launched(lab4, script, tmp_path, "--detach")
+    process.stdout.close()
+    assert process.wait(60) == 0
+    (run,) = cli.run_json("jobs", "--cluster", str(lab4.cluster_file), state=tmp_path)[:1]
+    try:
+        assert run["state"] == "running"
+        assert [one for one in all_processes() if {"--successor", run["id"], str(lab4.cluster_file)} <= {*one.argv}]
+    finally:
+        cli.run("stop", run["id"], "--cluster", str(lab4.cluster_file), state=tmp_path)
+    assert gone(lab4)
 
 
 def test_two_signals_during_the_start_leave_nothing(lab4: Lab, script: Path, tmp_path: Path) -> None:
