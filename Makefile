@@ -3,7 +3,7 @@
 # make setup   prepare .venv only
 # make lint    ruff, mypy, import-linter
 # make bench   the benchmarks (needs root; minutes)
-# make traintest  the training tests that take minutes: every method, every recipe's toy twin on two nodes, exports
+# make traintest  the tests that take minutes: every method, every recipe's toy twin on two nodes, exports, all faults, 16 nodes
 # make vmtest  the tests before two virtual machines with RDMA and NFS (needs root for the first image; minutes)
 
 PYTHON ?= python3
@@ -29,7 +29,7 @@ test-fast: setup
 	@$(BIN)/python -m pytest -m "not slow and not train and not lab" $(ARGS)
 
 traintest: setup
-	@.ci/system-packages sshd:openssh-server ssh:openssh-client ip:iproute2
+	@.ci/system-packages sshd:openssh-server ssh:openssh-client ip:iproute2 iperf3:iperf3 ping:iputils-ping nft:nftables
 	@$(BIN)/python -m pytest -m long -n 2 --dist loadfile $(ARGS)
 
 vmtest: setup

@@ -98,6 +98,7 @@ def test_a_node_that_reaches_nobody_is_found_and_the_others_are_cleared(mended_l
     assert leftovers(lab) == []
 
 
+@pytest.mark.long
 def test_two_nodes_that_only_fail_together_are_told_as_a_link(mended_lab4: Lab) -> None:
     lab = mended_lab4
     with deaf(lab, "node03", lab.address("node02")):

@@ -73,7 +73,7 @@ def test_a_node_that_sends_slowly_is_named_with_the_direction(mended_lab4: Lab) 
     assert {finding["subject"] for finding in answer["findings"]} == {*mended_lab4.nodes}  # the others pass
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_slow_link_of_sixteen_nodes_is_named_in_fifteen_rounds(lab: Callable[..., Lab], tmp_path: Path) -> None:
     running = lab(nodes=16)
     for name in running.nodes:

@@ -65,7 +65,10 @@ def errors(measured: Mapping[int, float], where: Site) -> dict[int, float]:
     return {size: predicted / seconds - 1 for size, (predicted, seconds) in found.items() if predicted is not None}
 
 
-@pytest.mark.parametrize(("rate", "count"), [("100mbit", 4), ("400mbit", 2), ("1gbit", 2)])
+@pytest.mark.parametrize(
+    ("rate", "count"),
+    [pytest.param("100mbit", 4, marks=pytest.mark.long), pytest.param("400mbit", 2, marks=pytest.mark.long), ("1gbit", 2)],
+)
 def test_predicted_all_reduce_is_within_15_per_cent(mended_lab4: Lab, rate: str, count: int) -> None:
     nodes = list(mended_lab4.nodes)[:count]
     for name in nodes:

@@ -170,12 +170,14 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     assert losses(workshop, "stopped") == uninterrupted
 
 
+@pytest.mark.long
 def test_plain_imports_train_to_the_same_digits(workshop: Path, uninterrupted: list[tuple[int, float, float]]) -> None:
     ran = finish(TORCHRUN + arguments(workshop, "plain", small_recipe()), R4090C_PLAIN_IMPORTS="1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert losses(workshop, "plain") == uninterrupted
 
 
+@pytest.mark.long
 def test_the_hand_written_peer_trains_to_the_same_digits(workshop: Path, uninterrupted: list[tuple[int, float, float]]) -> None:
     script = ROOT / "bench" / "peers" / "plain_zero2.py"
     if not script.exists():
