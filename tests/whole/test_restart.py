@@ -130,6 +130,11 @@ def test_a_spare_takes_the_place_of_a_node_without_power(start: Callable[..., Pr
 def test_stopping_between_two_attempts_ends_the_run(start: Callable[..., Process], script: Path, lab4: Lab) -> None:
     process = start("launch", "--restart", str(script), "--", "20", "exit", "1,2,3", "0", "3")
     process.wait_for("starting again in 10 s")  # after the second failure
+    (note,) = (lab4.shared / "r4090c" / "runs").glob(f"{process.run_id}")
+    (note / "stop.json").mkdir()  # so it cannot be written
+    stop = start("stop", process.run_id)
+    assert stop.end() == 3 and "cannot be written (Is a directory)" in stop.text and "starts it again" in stop.text, stop.text
+    (note / "stop.json").rmdir()
     stop = start("stop", process.run_id)
     assert stop.end() == 0, stop.text
     assert process.end() == 1
