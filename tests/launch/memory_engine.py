@@ -55,6 +55,7 @@ class Live(TorchDispatchMode):  # type: ignore[misc]
 
     def peak_of(self, work: Callable[[], Any]) -> tuple[int, Any]:
         """Return the most bytes during `work`, and its result."""
+        gc.collect()  # what hangs in cycles goes when Python likes
         self.most = self.now
         result = work()
         return self.most, result

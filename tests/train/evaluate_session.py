@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -48,7 +49,9 @@ def main() -> None:
     everyones: list[object] = [None] * ranks
     dist.all_gather_object(everyones, [row[0] for row in told])
     if rank == 0:
-        print("TOLD", json.dumps({"told": told, "everyones": everyones, "beats": beats, "training": model.training}))
+        print("TOLD", json.dumps({"told": told, "everyones": everyones, "beats": beats, "training": model.training}), flush=True)
+    dist.barrier()
+    os._exit(0)  # as train/ ends: threads of gloo may still be there
 
 
 main()
