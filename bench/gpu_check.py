@@ -36,6 +36,7 @@ GIB = 2**30
 COPY_BYTES = 1 << 30
 TOY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 TOY_LENGTH = 64
+DOCUMENTS = 4
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,16 @@ class Case:
     """The micro-batch at most."""
     smaller: tuple[str, ...] = ()
     """What is changed as well where not even one sequence should fit."""
+    packed: bool = False
+    """Each row is DOCUMENTS documents, and the case fails where one of them sees another."""
 
 
 CASES = (
     Case("llama1b-pretrain", "llama1b-pretrain", smaller=("optimizer.name=adamw8bit",)),
     Case("llama7b-lora", "llama7b", most=4),
     Case("llama7b-qlora", "llama7b", ("method=qlora",), most=4),
-    Case("llama1b-lora-flash", "llama1b-pretrain", ("method=lora", "kernels.attention=auto"), most=4),
-    Case("llama1b-lora-eager", "llama1b-pretrain", ("method=lora", "kernels.attention=eager"), most=4),
+    Case("llama1b-lora-flash", "llama1b-pretrain", ("method=lora", "kernels.attention=auto"), most=4, packed=True),
+    Case("llama1b-lora-eager", "llama1b-pretrain", ("method=lora", "kernels.attention=eager"), most=4, packed=True),
 )
 """The last two differ in attention alone; with adapters, as eager attention needs the room that Adam's moments would take."""
 
@@ -210,7 +213,7 @@ def main() -> int:
         if recipe["kernels"]["attention"] == "eager":
             wish |= {"step_s": None, "peak_gib": None}  # the planner plans with fused attention
         file = Path(os.environ.get("TMPDIR", "/tmp")) / f"gpu_check_{os.getpid()}.json"
-        file.write_text(json.dumps(recipe))
+        file.write_text(json.dumps({"recipe": recipe, "packed": case.packed}))
         left_s = ALL_S - (time.monotonic() - began_s)
         found = run_child(["--case", str(file)], min(CASE_S, left_s), cpu=toy) if left_s > 20 else {"error": "no time was left"}
         file.unlink()
@@ -261,7 +264,7 @@ def measure(wanted: dict[str, Any]) -> dict[str, Any]:
     from train.main import DS_CONFIGS, import_libraries, place_from_environment
     from train.recipe import Recipe, deepspeed_config
 
-    recipe = Recipe.model_validate(wanted)
+    recipe = Recipe.model_validate(wanted["recipe"])
     rank, local_rank, ranks = place_from_environment()
     loop, device = import_libraries(local_rank)
 
@@ -288,7 +291,7 @@ def measure(wanted: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     samples = feed.samples_of(found, recipe.data, recipe.seed)
     positions = ((first_position(recipe, step, 0, rank, ranks), recipe.micro_batch) for step in range(1, STEPS + 1))
-    batches = prefetch(samples, positions, pin=gpu)
+    batches = map(in_documents if wanted["packed"] else dict, prefetch(samples, positions, pin=gpu))
     times, meter = StepTimes(device), PowerMeter(device)
     times.watch(comm.cdb)
     taken: list[tuple[float, dict[str, float]]] = []
@@ -303,6 +306,8 @@ def measure(wanted: dict[str, Any]) -> dict[str, Any]:
         taken.append((time.perf_counter() - began_s, parts))
     if not math.isfinite(loss):
         raise SystemExit(f"the loss is {loss}")
+    if wanted["packed"] and (seen := what_later_documents_see(engine, in_documents(samples.batch(0, recipe.micro_batch)))):
+        raise SystemExit(f"documents of a packed row see each other: another first one changes the loss of the last by {seen}")
     counted = taken[WARM_UP:]
     step_s = median(seconds for seconds, _ in counted)
     units = recipe.micro_batch * recipe.data.sequence_length
@@ -326,6 +331,37 @@ def measure(wanted: dict[str, Any]) -> dict[str, Any]:
         "power_w": power_w if math.isfinite(power_w) else None,
         "loss": loss,
     }
+
+
+def in_documents(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch whose rows are DOCUMENTS documents of one length, as train/data.py packs them."""
+    import torch
+
+    from train.data import IGNORED
+
+    ids = batch["input_ids"]
+    positions = (torch.arange(ids.shape[1]) % (ids.shape[1] // DOCUMENTS)).repeat(len(ids), 1)
+    return {"input_ids": ids, "labels": batch["labels"].masked_fill(positions == 0, IGNORED), "position_ids": positions}
+
+
+def what_later_documents_see(engine: Any, batch: dict[str, Any]) -> float:
+    """Return by how much the summed loss of each row's last document changes with its first one: 0.0 where they are apart."""
+    import torch
+
+    from train.data import IGNORED
+
+    length = batch["input_ids"].shape[1] // DOCUMENTS
+    batch["labels"][:, : (DOCUMENTS - 1) * length] = IGNORED
+    other = batch["input_ids"].clone()
+    other[:, :length] = other[:, :length].flip(1)
+    losses: list[float] = []
+    engine.eval()
+    with torch.no_grad():
+        for ids in (batch["input_ids"], other):
+            given = {name: one.to(engine.device) for name, one in {**batch, "input_ids": ids}.items()}
+            losses.append(engine(**given, num_items_in_batch=1).loss.item())
+    engine.train()
+    return abs(losses[0] - losses[1])
 
 
 if __name__ == "__main__":

@@ -94,6 +94,8 @@ def _follow(lines: Iterable[str], end: Callable[[], int | None], say: Callable[[
         elif "result" in told:
             return dict(told["result"])
         elif "error" in told:
+            if told["exit_code"] == Exit.INTERRUPTED:
+                raise KeyboardInterrupt
             kind = UsageError if told["exit_code"] == Exit.USAGE else R4090cError
             raise kind(*told["error"])
         elif "doing" in told:

@@ -19,13 +19,13 @@ import shutil
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from train.errors import FAILED, Stop, counted
 from train.metrics import replace_file
 from train.recipe import AUTO, Checkpoint, Recipe
-from train.storage import ROOM, limited, refused, sha256_of, told_bytes
+from train.storage import ROOM, flush_to_disk, limited, refused, sha256_of, told_bytes
 
 STATE = "state"
 """DeepSpeed's tag: the folder below ours that it writes."""
@@ -78,6 +78,27 @@ def folder_of(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:08d}"
 
 
+def fault_of(manifest: Any, name: str) -> str:
+    """Return why something read from JSON is not the manifest of the checkpoint called `name`, "" when it is."""
+    try:
+        if folder_of(Path(), manifest["step"]).name != name:
+            return f"it is of step {manifest['step']}"
+        kinds: dict[str, Any] = {"saved_at": (int, float), "world_size": int, "data_sha256": str, "recipe": dict, "files": dict}
+        for key, kind in kinds.items():
+            if not isinstance(manifest[key], kind):
+                return f"{key} is {manifest[key]!r:.60}"
+        for file, written in manifest["files"].items():
+            if not isinstance(written["bytes"], int) or not isinstance(written["sha256"], str):
+                return f"files: {file} is {written!r:.60}"
+            if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+                return f"files: {file} lies outside"
+    except KeyError as error:
+        return f"it lacks {error}"
+    except (ValueError, TypeError, AttributeError) as error:
+        return str(error)
+    return ""
+
+
 def read(folder: Path) -> Saved | str:
     """Return the checkpoint in `folder`, or why it is not whole: no manifest, a file missing or of another size.
 
@@ -85,17 +106,18 @@ def read(folder: Path) -> Saved | str:
     """
     try:
         manifest = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
+        wrong = fault_of(manifest, folder.name)
+        if wrong:
+            return f"{COMPLETE} is not a manifest of ours: {wrong}"
         for name, file in manifest["files"].items():
-            found, written = (folder / name).stat().st_size, int(file["bytes"])
+            found, written = (folder / name).stat().st_size, file["bytes"]
             if found != written:
                 return f"{name} has {found} bytes, {written} were written"
-        if folder != folder_of(folder.parent, manifest["step"]):
-            return f"its manifest is of step {manifest['step']}"
         return Saved(folder, manifest)
     except OSError as error:
         return f"{Path(str(error.filename)).name}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{COMPLETE} is not a manifest of ours"
+    except ValueError as error:
+        return f"{COMPLETE} is not a manifest of ours: {error}"
 
 
 def find_damage(saved: Saved, part: int = 0, of: int = 1) -> str | None:
@@ -265,6 +287,15 @@ def require_same_state(saved: Saved, stage: int, precision: str) -> None:
         raise Stop(saved.folder / COMPLETE, f"saved in {wanted}, this run computes in {precision}", wanted, remedy)
 
 
+def require_same_base(saved: Saved, drawn_on: str | None) -> None:
+    """Raise Stop when the adapters lie beside random weights that are drawn anew at each start, and would be others here."""
+    before = saved.manifest.get("drawn_on")
+    if before and drawn_on and before != drawn_on:
+        observed = f"its adapters trained beside random weights that {before} drew, and {drawn_on} draws others"
+        remedy = "do it on such a device; or train adapters beside weights of a folder (model.weights), or with method: full"
+        raise Stop(saved.folder / COMPLETE, observed, before, remedy)
+
+
 def _what_trains(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return what of a recipe decides which tensors there are, in a checkpoint too, and what they start from: key -> value.
 
@@ -315,17 +346,27 @@ def save(
                 remedy = "put paths.shared of cluster.yaml on storage that all nodes share: r4090c preflight --only shared-path"
                 raise Stop(partial / name, f"rank 0 sees {found} bytes", expected, remedy, FAILED)
         told = {"step": step, "saved_at": round(time.time(), 3), **manifest, "files": files}
-        replace_file(partial / COMPLETE, json.dumps(told, indent=1))
-        if folder.exists():
-            _remove(folder)
-        partial.rename(folder)
-        replace_file(checkpoints / "latest", folder.name + "\n")
+        publish(partial, told)
         rotate(checkpoints, step, rotation, in_use)
 
     _together(ranks, partial, lambda: _alone(begin, ranks, partial))
     written = _together(ranks, partial, lambda: write_state(partial))
     files = {name: file for one in written for name, file in sorted(one.items())}
     _together(ranks, partial, lambda: _alone(complete, ranks, partial))
+    return folder
+
+
+def publish(partial: Path, manifest: dict[str, Any]) -> Path:
+    """Give a checkpoint, whose files are on disk, its manifest and its name; return the folder. All that survives a power cut."""
+    folder = partial.with_suffix("")
+    replace_file(partial / COMPLETE, json.dumps(manifest, indent=1))
+    for path in (partial / COMPLETE, *sorted({(partial / name).parent for name in manifest["files"]} | {partial})):
+        flush_to_disk(path)
+    if folder.exists():
+        _remove(folder)
+    partial.rename(folder)
+    replace_file(folder.parent / "latest", folder.name + "\n")
+    flush_to_disk(folder.parent)
     return folder
 
 

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,9 +34,8 @@ TREE = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(TREE)  # was train/
 
-from train.checkpoint import COMPLETE, PARTIAL, Ranks, Saved, folder_of, outdated, read  # noqa: E402
+from train.checkpoint import COMPLETE, PARTIAL, Ranks, Saved, fault_of, folder_of, outdated, publish, read  # noqa: E402
 from train.errors import FAILED, Stop  # noqa: E402
-from train.metrics import replace_file  # noqa: E402
 from train.recipe import Checkpoint  # noqa: E402
 from train.storage import CHUNK_BYTES, HashedFile, limited, refused, told_bytes  # noqa: E402
 
@@ -70,6 +70,31 @@ def check_url(url: str) -> None:
         raise Stop(culprit, f"{protocol}:// needs {package}, which is not installed", package, remedy)
 
 
+def is_local(url: str) -> bool:
+    """Return whether `url` is of this machine's file systems."""
+    return url.startswith(("file:", "local:"))
+
+
+def require_storage(copy_to: str, run: Path, *, begun: bool) -> str:
+    """Raise Stop unless what `copy_to` lies on is there; return a notice where it is the disk of the run's own folder, else "".
+
+    Storage that does not answer now is left to the copies, which are tried again; so is missing storage of a run that has
+    `begun`: it goes on from its own checkpoint, and a backup that is away at night is no reason to stop.
+    """
+    try:
+        store = Store(url_of(copy_to, run.name))
+        store.require_storage()
+    except Stop as missing:
+        if not begun:
+            raise
+        return f"nothing is copied for now: {missing}"
+    except Exception as error:  # noqa: BLE001  (every file system has errors of its own)
+        return f"checkpoint.copy_to: {copy_to} cannot be looked at now: {explain(error)}"
+    if store.local and Path(store.root).parent.stat().st_dev == run.stat().st_dev:
+        return f"checkpoint.copy_to: {copy_to} lies on the disk of the run folder itself: is its storage mounted?"
+    return ""
+
+
 def url_of(copy_to: str, run: str) -> str:
     """Return where the copies of `run` (its folder's name) are."""
     return f"{copy_to.rstrip('/')}/{run}"
@@ -81,14 +106,49 @@ class Store:
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs
 
-        local = {"auto_mkdir": True} if url.startswith(("file:", "local:")) else {}
-        self.files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **local)
+        self.url, self.local = url, is_local(url)
+        options = {"auto_mkdir": True} if self.local else {}
+        self.files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
         self.root = str(root).rstrip("/")
 
     def _do(self, action: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Return what `action` does, which is one request or one chunk."""
         with limited(Path(self.root), "a request to it"):
             return action(*arguments, **options)
+
+    def require_storage(self) -> None:
+        """Raise Stop unless what the copies lie on is there. The folder of all runs' copies is made, but nothing above it.
+
+        Otherwise a storage that is not mounted would be a folder on the machine's own disk, and one without any copies.
+        """
+        if self.local:
+            folder = Path(self.root).parent
+            with limited(folder, "making it"):
+                try:
+                    if folder.parent.is_dir():
+                        folder.mkdir(exist_ok=True)
+                    there = folder.is_dir()
+                except OSError as error:
+                    raise refused(error, folder) from None
+            missing = "" if there else f"there is no folder {folder.parent}"
+        else:
+            missing = self._missing_bucket()
+        if missing:
+            remedy = "mount or make it, or correct checkpoint.copy_to"
+            raise Stop(f"recipe checkpoint.copy_to, {self.url.rpartition('/')[0]}", missing, "storage that is there", remedy)
+
+    def _missing_bucket(self) -> str:
+        """Return what is not there, else "": a prefix that holds nothing is no mistake, a bucket that does not exist is one."""
+        try:
+            self._do(self.files.ls, self.root, detail=False)
+        except FileNotFoundError as error:
+            bucket = re.match("/?[^/]*", self.root)
+            assert bucket is not None
+            # s3fs also says that there is none where one may not look; what the server itself said is the cause of its error
+            of_s3 = self.url.startswith("s3")
+            gone = error.__cause__ is not None if of_s3 else not self._do(self.files.exists, bucket[0])
+            return f"there is no {bucket[0]}" if gone else ""
+        return ""
 
     def _names(self) -> list[str]:
         """Return the names of copies, whole or not, oldest first."""
@@ -101,15 +161,22 @@ class Store:
 
     def whole(self) -> list[dict[str, Any]]:
         """Return the manifests of the copies, oldest first."""
-        return [manifest for name in self._names() if (manifest := self._manifest(name))]
+        return [manifest for name in self._names() if isinstance(manifest := self._manifest(name), dict)]
 
-    def _manifest(self, name: str) -> dict[str, Any] | None:
-        """Return the manifest of a copy, None when it is not whole."""
+    def damaged(self) -> list[str]:
+        """Return what is wrong with copies that were finished, and have no manifest of ours any more."""
+        return [told for name in self._names() if isinstance(told := self._manifest(name), str) and told]
+
+    def _manifest(self, name: str) -> dict[str, Any] | str:
+        """Return the manifest of a copy, or what is wrong with it: "" where there is none, so that it was never finished."""
         try:
             manifest: dict[str, Any] = json.loads(self._do(self.files.cat_file, f"{self.root}/{name}/{COMPLETE}"))
-            return manifest if folder_of(Path(), manifest["step"]).name == name else None
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return None
+            wrong = fault_of(manifest, name)
+        except FileNotFoundError:
+            return ""
+        except ValueError as error:
+            wrong = f"no JSON: {error}"
+        return f"{name}: {COMPLETE} is not a manifest of ours: {wrong}" if wrong else manifest
 
     def put(self, saved: Saved) -> bool:
         """Copy a checkpoint; False when it is there already. Raises Stop when a file here is not what was written."""
@@ -152,8 +219,8 @@ class Store:
         """Remove what is too many or too old of the copies before `step`, and what was never finished."""
         older = [name for name in self._names() if name < folder_of(Path(), step).name]
         manifests = {name: self._manifest(name) for name in older}
-        whole = [(name, float(manifest["saved_at"])) for name, manifest in manifests.items() if manifest]
-        half = [name for name, manifest in manifests.items() if manifest is None]
+        whole = [(name, float(manifest["saved_at"])) for name, manifest in manifests.items() if isinstance(manifest, dict)]
+        half = [name for name, manifest in manifests.items() if isinstance(manifest, str)]
         for name in [*half, *outdated(whole, rotation, time.time())]:
             self._remove(name)
 
@@ -182,9 +249,7 @@ class Store:
                 tell.add(len(chunk))
             if here.close() != written:
                 raise OSError(f"{name} has other content than was copied")
-        replace_file(partial / COMPLETE, json.dumps(manifest, indent=1))
-        partial.rename(folder)
-        replace_file(checkpoints / "latest", folder.name + "\n")
+        publish(partial, manifest)
         saved = read(folder)
         assert isinstance(saved, Saved)
         return saved
@@ -209,11 +274,15 @@ def restore(url: str, checkpoints: Path) -> Saved | None:
     began_s = time.monotonic()
     try:
         store = Store(url)
-        found = store.whole()[::-1]
+        store.require_storage()
+        found, damaged = store.whole()[::-1], store.damaged()
+    except Stop:
+        raise
     except Exception as error:  # noqa: BLE001  (every file system has errors of its own)
         remedy = "see that it is there and that the environment holds the credentials; or set checkpoint.copy_to to null"
         raise Stop(url, explain(error), "storage that can be listed", remedy, FAILED) from None
-    damaged = []
+    for told in damaged:
+        print(f"restore  left {told}", flush=True)
     for manifest in found:
         size = sum(int(file["bytes"]) for file in manifest["files"].values())
         name = folder_of(checkpoints, manifest["step"]).name
@@ -249,6 +318,10 @@ def restore_together(url: str, checkpoints: Path, ranks: Ranks, beat: Callable[[
             came.append(("stop", stop.told))
         except OSError as error:
             came.append(("stop", refused(error, checkpoints).told))
+        except BaseException as error:  # noqa: BLE001  (whatever ends this thread has to reach the ranks that wait for it)
+            traceback.print_exc()
+            told = ("restoring a copy", explain(error), "a copy that is restored", "report the lines above", FAILED)
+            came.append(("stop", Stop(*told).told))
 
     if ranks.rank == 0:
         threading.Thread(target=work, daemon=True).start()
@@ -337,6 +410,7 @@ def main(folder: Path, url: str, rotation: Checkpoint) -> int:
         began_s = time.monotonic()
         try:
             store = Store(url)
+            store.require_storage()
             fresh = store.put(saved)
             store.rotate(rotation, saved.step)
         except Exception as error:  # noqa: BLE001  (every file system has errors of its own)

@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from train.errors import Stop
 from train.recipe import BYTE_VALUES, Data, Recipe
-from train.storage import sha256_of
+from train.storage import DATA_SCHEMA, hash_of_hashes, sha256_of
 
 if TYPE_CHECKING:
     import torch
 
 DOCUMENT_END = b"\0"
 """Stands between two files of `text`; text does not contain it."""
-SCHEMA = "r4090c.data/1"
 HASHED_BYTES = 2 << 30
 """Folders up to this size are hashed by rank 0 at every start, some 2 s; of larger ones only the sizes are compared."""
 IGNORED = -100
@@ -147,22 +146,23 @@ def open_prepared(folder: Path, sequence_length: int, verify: bool = False, name
     file, remedy = folder / "manifest.json", f"prepare it again: r4090c data prepare … --out {folder}"
     try:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if manifest["schema"] != SCHEMA:
-            raise Stop(file, f"schema {manifest['schema']}", SCHEMA, remedy)
+        if manifest["schema"] != DATA_SCHEMA:
+            raise Stop(file, f"schema {manifest['schema']}", DATA_SCHEMA, remedy)
         files = {name: (told["bytes"], told["sha256"]) for name, told in manifest["files"].items()}
+        whole = hash_of_hashes(manifest["files"])
         known = ("tokens", "sha256", "dtype", "largest_token", "documents", "packing")
         prepared = Prepared(folder, **{key: manifest[key] for key in known})
         width = {"uint8": 1, "uint16": 2, "uint32": 4}[prepared.dtype]
         tokens, documents = prepared.tokens, prepared.documents
         sizes = {"tokens.bin": tokens * width, "documents.bin": 8 * (documents + 1), "loss.bin": tokens}
         fits = {"tokens.bin", "documents.bin"} <= set(files) <= set(sizes) and prepared.packing in ("stream", "whole")
-        if not fits or any(sizes[name] != size for name, (size, _) in files.items()) or prepared.sha256 != _hash_of_hashes(files):
+        if not fits or any(sizes[name] != size for name, (size, _) in files.items()) or prepared.sha256 != whole:
             raise Stop(file, "it contradicts itself", "a manifest as it was written", remedy)
     except OSError as error:
         expected = "a folder that `r4090c data prepare` wrote"
         raise Stop(file, str(error.strerror), expected, f"correct {named}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Stop(file, f"no manifest of ours: {error!r}", f"schema {SCHEMA}", remedy) from None
+        raise Stop(file, f"no manifest of ours: {error!r}", f"schema {DATA_SCHEMA}", remedy) from None
     hashed = verify and sum(size for size, _ in files.values()) <= HASHED_BYTES
     for name, (size, digest) in files.items():
         path = folder / name
@@ -183,10 +183,6 @@ def require_vocabulary(prepared: Prepared, vocab_size: int) -> None:
         observed = f"it has token {prepared.largest_token:,}, the model knows {vocab_size:,}"
         remedy = "prepare the data with the model's own tokenizer, or train the tokenizer's model"
         raise Stop(prepared.folder / "manifest.json", observed, f"tokens below {vocab_size:,}", remedy)
-
-
-def _hash_of_hashes(files: dict[str, tuple[int, str]]) -> str:
-    return hashlib.sha256(json.dumps({name: digest for name, (_, digest) in files.items()}, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import math
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,7 +22,9 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # was train/: its data.py would hide other packages' modules
 
 from train import feed
+from train.checkpoint import require_same_base
 from train.data import folder_name
+from train.edge import leave_with
 from train.errors import FAILED, Stop
 from train.export import choose, recipe_of, trained_weights
 from train.recipe import Data, Recipe
@@ -100,32 +101,13 @@ def main() -> NoReturn:
     def say(text: str) -> None:
         print(json.dumps({"doing": text}) if arguments.json else f"evaluate {text}", flush=True)
 
-    try:
+    def work() -> None:
         told = evaluate(arguments.run, arguments.data_dir, arguments.step, arguments.data, arguments.sequences, say)
         perplexity = f", perplexity {told['eval_perplexity']:.3f}" if "eval_perplexity" in told else ""
         words = f"evaluate step {told['step']}: loss {told['eval_loss']:.6f}{perplexity} over {told['samples']:,} samples"
         print(json.dumps({"result": told}) if arguments.json else words, flush=True)
-        code = 0
-    except Stop as stop:
-        code = _fail(stop, arguments.json)
-    except ImportError as error:
-        remedy = f"{sys.executable} -m pip install 'r4090c[train]'"
-        missing = Stop(sys.executable, f"cannot import {error.name}: {error}", "the libraries of the training", remedy)
-        code = _fail(missing, arguments.json)
-    except BaseException:  # noqa: BLE001  (the edge of the process)
-        traceback.print_exc()
-        code = FAILED
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
-
-def _fail(stop: Stop, as_json: bool) -> int:
-    if as_json:
-        print(json.dumps({"error": stop.told, "exit_code": stop.exit_code}), flush=True)
-    else:
-        print(f"train: {stop}", file=sys.stderr, flush=True)
-    return stop.exit_code
+    leave_with(work, arguments.run, as_json=arguments.json)
 
 
 def evaluate(
@@ -145,9 +127,10 @@ def evaluate(
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # on a CPU: the same sums as in the training
 
     from train.device import choose_device, choose_precision
-    from train.model import build_model, choose_kernels
+    from train.model import build_model, choose_kernels, drawn_on
 
     device = choose_device(0)
+    require_same_base(saved, drawn_on(recipe, device))
     precision = choose_precision(recipe.precision, device)
     kernels = choose_kernels(recipe.kernels.model_copy(update={"compile": False}), device, precision)
     model: Any = build_model(recipe, weights, device, precision, kernels=kernels, sharded=False)
@@ -164,6 +147,9 @@ def evaluate(
     counted = min(many or samples.count, samples.count)
     say(f"{counted:,} samples of {found}")
     figures = held_out_loss(model, samples, many, recipe.micro_batch, device)
+    if not math.isfinite(figures["eval_loss"]):
+        remedy = "evaluate an earlier checkpoint with --step, or look at the data"
+        raise Stop(saved.folder, f"its loss is {figures['eval_loss']}", "a finite one", remedy, FAILED)
     told = {"run": run.name, "step": saved.step, "samples": counted, "data": str(found), **figures}
     return {**told, "notice": notice} if notice else told
 

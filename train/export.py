@@ -17,7 +17,6 @@ import os
 import shutil
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +28,10 @@ if __name__ == "__main__":
 
 from train import checkpoint  # noqa: E402
 from train.checkpoint import Saved  # noqa: E402
+from train.edge import leave_with  # noqa: E402
 from train.errors import FAILED, Stop  # noqa: E402
 from train.recipe import Kernels, Recipe, check  # noqa: E402
-from train.storage import FULL_OR_GONE, refused, told_bytes  # noqa: E402
+from train.storage import told_bytes  # noqa: E402
 from train.weights import Weights, find_weights  # noqa: E402
 
 TOKENIZER_FILES = (
@@ -87,6 +87,8 @@ def export(run: Path, models: Path, data_dir: Path, out: Path, *, merged: bool, 
     recipe = recipe_of(saved)
     weights = find_weights(recipe.model, models)
     notices = []
+    if merged and recipe.method != "full" and weights is None:
+        checkpoint.require_same_base(saved, "a CPU")
     if merged and recipe.method == "full":
         merged = False
         notices.append("--merged has no effect: method full has no adapters, all weights are in one place already")
@@ -342,45 +344,23 @@ def main() -> NoReturn:
     def say(text: str) -> None:
         print(json.dumps({"doing": text}) if arguments.json else f"export   {text}", flush=True)
 
-    def fail(stop: Stop) -> int:
-        if arguments.json:
-            print(json.dumps({"error": stop.told, "exit_code": stop.exit_code}), flush=True)
-        else:
-            print(f"train: {stop}", file=sys.stderr, flush=True)
-        return stop.exit_code
-
     os.environ.update({"R4090C_DEVICE": "cpu", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""})
     warnings.filterwarnings("ignore")  # the libraries', about devices nobody asked for
     run = arguments.run
     out = (arguments.out or run / ("export-merged" if arguments.merged else "export")).absolute()
     models = arguments.data_dir.parent / "models"
-    try:
+
+    def work() -> None:
         told = export(run, models, arguments.data_dir, out, merged=arguments.merged, step=arguments.step, say=say)
         if arguments.json:
             print(json.dumps({"result": told}), flush=True)
-        else:
-            for notice in told.get("notices", ()):
-                print(f"notice   {notice}", flush=True)
-            size, took_s = told_bytes(told["bytes"]), time.monotonic() - began_s
-            print(f"export   {told['kind']}, {size} in {took_s:.1f} s: {out}", flush=True)
-        code = 0
-    except Stop as stop:
-        code = fail(stop)
-    except ImportError as error:
-        remedy = f"{sys.executable} -m pip install 'r4090c[train]'"
-        code = fail(Stop(sys.executable, f"cannot import {error.name}: {error}", "the libraries of the training", remedy))
-    except OSError as error:
-        if error.errno not in FULL_OR_GONE:
-            traceback.print_exc()
-            code = FAILED
-        else:
-            code = fail(refused(error, out))
-    except BaseException:  # noqa: BLE001  (the edge of the process)
-        traceback.print_exc()
-        code = FAILED
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+            return
+        for notice in told.get("notices", ()):
+            print(f"notice   {notice}", flush=True)
+        size, took_s = told_bytes(told["bytes"]), time.monotonic() - began_s
+        print(f"export   {told['kind']}, {size} in {took_s:.1f} s: {out}", flush=True)
+
+    leave_with(work, out, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from train.feed import Found, samples_of, told_of
 from train.flops import least_step_s
 from train.loss import count_targets
 from train.metrics import Heartbeat, Metrics, metrics_line
-from train.model import build_model, build_optimizer, choose_kernels, count_parameters
+from train.model import build_model, build_optimizer, choose_kernels, count_parameters, drawn_on
 from train.power import PowerMeter
 from train.profiling import Tracer
 from train.recipe import AUTO, Recipe, zero_of
@@ -151,6 +151,7 @@ def describe(recipe: Recipe, engine: Any, place: Place, device: Device, precisio
             f"ranks    {place.world_size} x {name}, {dist.get_backend()}, ZeRO stage {engine.zero_optimization_stage()}",
             f"step     {units:,} {recipe.unit} = {each} x {recipe.gradient_accumulation} accumulated x "
             f"{counted(place.world_size, 'rank')}; {counted(recipe.steps, 'step')}",
+            f"lr       {recipe.told_rate(place.world_size)}",
             f"data     {prepared}",
             f"software torch {torch.__version__}, deepspeed {deepspeed.__version__}",
         ]
@@ -172,9 +173,11 @@ def train(
 ) -> None:
     """Run the steps after `start` up to the recipe's last one, saving and evaluating as the recipe says."""
     first, ranks = 1, all_ranks(place)
+    base = drawn_on(recipe, device, sharded=engine.zero_optimization_stage() == 3)
     precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
     if start:
         checkpoint.require_same_state(start, engine.zero_optimization_stage(), precision)
+        checkpoint.require_same_base(start, base)
         same = start.manifest["world_size"] == place.world_size
         with contextlib.nullcontext() if same else divided_anew(engine, start, ranks):
             loaded, _ = engine.load_checkpoint(
@@ -190,7 +193,7 @@ def train(
         first = start.step + 1
     metrics = Metrics(run, resumed_at=first - 1) if place.rank == 0 else None
     boards = Boards(run, recipe, resumed_at=first - 1) if metrics else None
-    tracer = Tracer(run, place.rank) if profiled and place.local_rank == 0 else None
+    tracer = Tracer(run, place.rank, gpu=device.kind == "cuda") if profiled and place.local_rank == 0 else None
     samples = samples_of(prepared, recipe.data, recipe.seed)
     evaluated = samples_of(held_out, recipe.eval.data, recipe.seed, augment=False) if held_out and recipe.eval.data else None
     global_batch = recipe.samples_per_step(place.world_size)
@@ -211,6 +214,7 @@ def train(
         "recipe": recipe.model_dump(mode="json"),
         "zero_stage": engine.zero_optimization_stage(),
         "precision": precision,
+        "drawn_on": base,
         "software": {"torch": str(torch.__version__), "deepspeed": deepspeed.__version__},
     }
     positions = (

@@ -106,6 +106,11 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"left {name} alone, it is damaged: {why}", flush=True)
     start = checkpoint.find_start(checkpoints, recipe, world_size, prepared.sha256)
     checkpoint.divided(recipe, start, world_size)  # what cannot be divided is told before the imports
+    copy_to = recipe.checkpoint.copy_to
+    if rank == 0 and copy_to and (not start or copies.is_local(copy_to)):
+        notice = copies.require_storage(copy_to, run_dir, begun=bool(start))
+        if notice:
+            print(f"notice   {notice}", flush=True)
 
     watch.lap("files")
     loop, device = import_libraries(local_rank)
@@ -115,13 +120,16 @@ def run(arguments: argparse.Namespace) -> None:
     place = loop.Place(rank, local_rank, world_size)
     loop.join_ranks(device, timeout_s)
     watch.lap("ranks")
-    ranks, copy_to = loop.all_ranks(place), recipe.checkpoint.copy_to
-    if recipe.resume and copy_to and not ranks.gather(start)[0]:
-        url = copies.url_of(copy_to, run_dir.name)
+    ranks = loop.all_ranks(place)
+    url = copies.url_of(copy_to, run_dir.name) if copy_to else ""
+    if recipe.resume and url and not ranks.gather(start)[0]:
         start = copies.restore_together(url, checkpoints, ranks, lambda: heartbeat.beat("init"))
     start = checkpoint.agree_on_start(
         start, checkpoints, lambda saved: checkpoint.require_same(saved, recipe, world_size, prepared.sha256), ranks
     )
+    if rank == 0 and recipe.resume and not start:
+        looked = f"no checkpoint in {checkpoints}" + (f", no copy in {url}" if url else "")
+        print(f"notice   the run begins anew at step 1: {looked}", flush=True)
     recipe = checkpoint.divided(recipe, start, world_size)
     config = deepspeed_config(recipe, DS_CONFIGS / recipe.ds_config, world_size, precision)
     if rank == 0:  # from here on it is the recipe of this run: one that does not fit it has been refused

@@ -71,8 +71,12 @@ class Metrics:
         self.file = file.open("a", encoding="utf-8", buffering=1)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one line, and let readers see it at once."""
-        self.file.write(json.dumps(line) + "\n")
+        """Append one line, and let readers see it at once. A number that is none, which JSON lacks, is null.
+
+        So is the gradient norm of a step that fp16 skips.
+        """
+        told = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
+        self.file.write(json.dumps(told, allow_nan=False) + "\n")
         self.file.flush()
 
 

@@ -16,12 +16,15 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM  # noqa: F
 
 from train.device import Device
 from train.errors import FAILED, Stop
+from train.flash import flatten_rows
 from train.loss import use_chunks
 from train.recipe import Kernels, Recipe
 from train.resnet import build_resnet
 from train.weights import Weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FLASH = "flash_attention_2"
+"""flash-attn, as transformers calls it."""
 INT8_THRESHOLD = 6.0
 """Activations beyond it are multiplied in 16 bits (Dettmers et al. 2022, LLM.int8(), arXiv 2208.07339)."""
 
@@ -42,7 +45,7 @@ def choose_kernels(wanted: Kernels, device: Device, precision: str) -> Chosen:
     flash = gpu and precision != "fp32" and importlib.util.find_spec("flash_attn") is not None
     if wanted.attention == "flash" and not flash:
         notices.append("kernels.attention flash: needs a GPU, 16 bits and the package flash-attn; torch's sdpa is used")
-    best = "flash_attention_2" if flash else "sdpa"
+    best = FLASH if flash else "sdpa"
     attention = best if wanted.attention in ("auto", "flash") else wanted.attention
     liger = wanted.liger and gpu and importlib.util.find_spec("liger_kernel") is not None
     if wanted.liger and not liger:
@@ -76,13 +79,11 @@ def build_model(
         _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
     if recipe.loss_chunk_tokens:
         use_chunks(model, recipe.loss_chunk_tokens)
+    if kernels.attention == FLASH:
+        flatten_rows(model)
     if recipe.activation_checkpointing:
-        older = not hasattr(model, "activation_checkpointing_enable")  # transformers < 5.2x
         options = {"use_reentrant": False}  # else gradients would reach ZeRO more than once a backward pass
-        if older:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        else:
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     if recipe.method != "full":
         model.requires_grad_(False)
         if recipe.method != "lora":
@@ -111,6 +112,13 @@ def configuration(recipe: Recipe, weights: Weights | None) -> Any:
         return AutoConfig.for_model(recipe.model.family, **recipe.model.config)
     except Exception as error:
         raise Stop("recipe model.config", f"{error}", "values transformers accepts", "correct the recipe") from error
+
+
+def drawn_on(recipe: Recipe, device: Device, *, sharded: bool = False) -> str | None:
+    """Return where random weights that no checkpoint holds are drawn, None where there are none: each kind draws other ones."""
+    if recipe.method == "full" or recipe.model.weights is not None:
+        return None
+    return "a CPU" if sharded or device.kind == "cpu" else torch.cuda.get_device_name(device.name)
 
 
 def _random(recipe: Recipe, dtype: torch.dtype, place: str, attention: str) -> Any:

@@ -34,14 +34,14 @@ try:
     from train.blocks import BLOCK, JSON_LINES, Found, Piece, Source, Work, cut, encode, first_texts, in_order, sample
     from train.errors import FAILED, WRONG_INPUT, Stop, counted, reason
     from train.records import DEFAULT, Record, Writer
-    from train.token_files import BAD_RECORDS, Folder, Reasons, document_lengths, hash_of
+    from train.storage import DATA_SCHEMA, hash_of
+    from train.token_files import BAD_RECORDS, Folder, Reasons, document_lengths
     from train.tokens import Tokens, load, use_fast_engine
 except ImportError as missing:
     remedy = "pip install 'r4090c[train]' there, or name another with --python"
     print(f"data prepare: {sys.executable}: {missing}; expected numpy and tokenizers; {remedy}", file=sys.stderr)
     sys.exit(2)
 
-SCHEMA = "r4090c.data/1"
 TEXTS = (".txt", ".text", ".md")
 """What is taken from a folder besides JSON lines. A file that is named is plain text unless it ends like JSON lines."""
 _ROWS = "python3 -c 'import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin{how})]' < {file} > {out}"
@@ -274,7 +274,7 @@ def plan_of(options: argparse.Namespace, work: Work) -> dict[str, Any]:
     """Return everything that the tokens depend on: a run goes on only with the same."""
     writer = work.writer
     return {
-        "schema": SCHEMA,
+        "schema": DATA_SCHEMA,
         "sources": [[str(one.path), one.size, one.modified_ns] for one in work.sources],
         "tokenizer": writer.tokens.sha256,
         "end": writer.tokens.end,
@@ -291,7 +291,7 @@ def manifest_of(options: argparse.Namespace, work: Work, folder: Folder, plan: d
     tokens = work.writer.tokens
     packing = options.packing if options.packing != "auto" else "whole" if folder.masked else "stream"
     return {
-        "schema": SCHEMA,
+        "schema": DATA_SCHEMA,
         "tokens": folder.tokens,
         "documents": folder.documents,
         "dtype": tokens.dtype,

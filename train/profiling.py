@@ -91,7 +91,9 @@ def length(intervals: list[Interval]) -> float:
 class Tracer:
     """Traces steps FIRST to LAST of this attempt into `profile/rank<n>.json.gz`; the first rank of each node does."""
 
-    def __init__(self, run: Path, rank: int) -> None:
+    def __init__(self, run: Path, rank: int, *, gpu: bool) -> None:
+        """`gpu`: the kernels of this rank's GPU are traced as well."""
+        self.gpu = gpu
         self.file = run / "profile" / f"rank{rank}.json.gz"
         self.profiler: Any = None
         self.steps = 0
@@ -100,10 +102,9 @@ class Tracer:
         """Start the profiler where the first traced step begins."""
         self.steps += 1
         if self.steps == FIRST:
-            from torch import cuda
             from torch.profiler import ProfilerActivity, profile
 
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda.is_available() else [])]
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
             self.profiler = profile(activities=activities)
             self.profiler.start()
 

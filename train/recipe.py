@@ -245,11 +245,22 @@ class Recipe(_Part):
         accumulation = self.global_batch // (size * world_size)
         return self.model_copy(update={"micro_batch": size, "gradient_accumulation": accumulation})
 
+    def peak_rate(self, global_batch: int | None = None) -> float:
+        """Return the learning rate after warm-up: `lr`, scaled to the global batch where the recipe tells for which one it is."""
+        reference = self.optimizer.lr_reference_batch
+        return self.optimizer.lr * (math.sqrt(global_batch / reference) if reference and global_batch else 1.0)
+
+    def told_rate(self, world_size: int) -> str:
+        """Return the learning rate after warm-up, and whether it follows from the global batch, for people."""
+        batch, reference = self.samples_per_step(world_size), self.optimizer.lr_reference_batch
+        why = "as the recipe says, whatever the global batch (optimizer.lr_reference_batch: null)"
+        if reference:
+            why = f"{self.optimizer.lr:.2e} x sqrt({batch} / {reference}) (optimizer.lr_reference_batch: {reference})"
+        return f"{self.peak_rate(batch):.2e} at a global batch of {batch:,}: {why}"
+
     def learning_rate(self, step: int, global_batch: int | None = None) -> float:
         """Return the learning rate of optimizer step `step` (from 1); it depends on nothing else, so nothing compounds."""
-        peak, warmup = self.optimizer.lr, self.schedule.warmup_steps
-        if self.optimizer.lr_reference_batch and global_batch:
-            peak *= math.sqrt(global_batch / self.optimizer.lr_reference_batch)
+        peak, warmup = self.peak_rate(global_batch), self.schedule.warmup_steps
         if step <= warmup:
             return peak * step / warmup
         progress = (step - warmup) / max(1, self.steps - warmup)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from train.errors import FAILED, Stop
 
 TIMEOUT = "R4090C_STORAGE_TIMEOUT_S"
 """Environment: seconds after which a write or flush that does not end is given up. Default 300, half a collective's limit."""
 
+DATA_SCHEMA = "r4090c.data/1"
+"""What a manifest of token files says of itself: train/prepare.py writes it, train/data.py reads it."""
 CHUNK_BYTES = 64 << 20
 """est.: what is written, or read to be hashed, at once: a tenth of a second on a slow disk."""
 FLUSH_BYTES = 1 << 30
@@ -124,6 +128,18 @@ class HashedFile:
         return {"bytes": self.bytes, "sha256": self._sha256.hexdigest()}
 
 
+def flush_to_disk(path: Path) -> None:
+    """Return when a file's content, or the names in a folder, survive a power cut. Raises OSError."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems flush no folders
+            raise
+    finally:
+        os.close(opened)
+
+
 def sha256_of(file: Path) -> str:
     """Return the sha256 of a file. Raises OSError."""
     total = hashlib.sha256()
@@ -131,6 +147,16 @@ def sha256_of(file: Path) -> str:
         while chunk := opened.read(CHUNK_BYTES):
             total.update(chunk)
     return total.hexdigest()
+
+
+def hash_of(value: Any) -> str:
+    """Return the sha256 of what JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def hash_of_hashes(files: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the hash of a whole folder of token files: over the hashes of its files, as its manifest tells them."""
+    return hash_of({name: file["sha256"] for name, file in files.items()})
 
 
 def told_bytes(count: float) -> str:

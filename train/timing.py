@@ -3,7 +3,7 @@
 On a GPU the marks are CUDA events on the stream that computes, read when the step has ended anyway: nothing waits for them. A
 mark costs some microseconds. `comm` is what nothing hides: the stream that computes stands in a collective, or waits for one (and
 so for the slowest rank). Collectives on a stream of their own (overlap_comm) run beside the backward pass: they are told apart,
-and how much of them is hidden only a trace says (train/profile.py).
+and how much of them is hidden only a trace says (train/profiling.py).
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ import numpy as np
 
 from train.blocks import BLOCK, Found, Source
 from train.metrics import replace_file
+from train.storage import hash_of_hashes
 
 FILES = ("tokens.bin", "documents.bin", "loss.bin")
 BAD_RECORDS = "bad_records.jsonl"
@@ -204,16 +205,6 @@ def document_lengths(folder: Path) -> dict[str, int]:
         while wanted and below >= wanted[0][1]:
             told[f"p{wanted.pop(0)[0]}"] = length
     return {**told, "longest": max(counts)}
-
-
-def hash_of_hashes(files: dict[str, dict[str, Any]]) -> str:
-    """Return the hash of a whole folder: over the hashes of its files."""
-    return hash_of({name: file["sha256"] for name, file in files.items()})
-
-
-def hash_of(value: Any) -> str:
-    """Return the SHA-256 of what JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def hash_file(file: Path) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,8 @@ from train.recipe import Model
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """What can train, as safetensors calls it -> as torch does."""
 
-SHAPE_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-)
-"""Fields that decide which tensors there are; the recipe may not contradict the folder's config.json in them."""
+OF_THE_TRAINING = ("use_cache",)
+"""What the recipe's model.config may say otherwise than the folder's config.json."""
 
 CONVERT = "save the model again with transformers: model.save_pretrained(FOLDER)"
 
@@ -69,11 +61,41 @@ def _require_same_model(file: Path, model: Model) -> None:
         raise Stop(file, f"{told}", "JSON with model_type, as transformers writes it", CONVERT) from None
     if family != model.family:
         raise Stop(file, f"model_type {family}", f"{model.family}, as the recipe says", "correct model.family or model.weights")
-    wrong = [key for key in SHAPE_KEYS if key in config and model.config.get(key, config[key]) != config[key]]
+    wrong = list(_contradictions(_in_one_form(model.config), _in_one_form(config)))
     if wrong:
-        observed = ", ".join(f"{key} {config[key]}" for key in wrong)
-        expected = ", ".join(f"{key} {model.config[key]}" for key in wrong)
+        observed = ", ".join(f"{key} {found}" for key, _, found in wrong)
+        expected = ", ".join(f"{key} {told}" for key, told, _ in wrong)
         raise Stop(file, observed, f"{expected}, as the recipe says", "correct model.config or model.weights")
+
+
+def _in_one_form(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration as transformers 5 writes it: what says the same has the same name."""
+    plain = {key: value for key, value in config.items() if key not in (*OF_THE_TRAINING, "rope_theta", "rope_scaling")}
+    rotary = dict(_mapping(plain.pop("rope_parameters", None)))
+    if "rope_theta" in config:
+        rotary["rope_theta"] = config["rope_theta"]
+    if "rope_scaling" in config:  # null: positions as they are
+        rotary |= _mapping(config["rope_scaling"]) or {"rope_type": "default"}
+    if "type" in rotary:
+        rotary["rope_type"] = rotary.pop("type")
+    if "torch_dtype" in plain:
+        plain["dtype"] = plain.pop("torch_dtype")
+    return {**plain, "rope_parameters": rotary}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _contradictions(told: dict[str, Any], found: dict[str, Any], of: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, what is told and what was found of each field that both have, and differs; a field of a field is `a.b`."""
+    for key, value in told.items():
+        if key not in found:
+            continue
+        if isinstance(value, dict) and isinstance(found[key], dict):
+            yield from _contradictions(value, found[key], f"{of}{key}.")
+        elif value != found[key]:
+            yield f"{of}{key}", value, found[key]
 
 
 def _files(folder: Path) -> list[Path]:

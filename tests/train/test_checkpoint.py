@@ -74,7 +74,9 @@ def test_the_newest_complete_one_is_continued_and_old_ones_go(tmp_path: Path, re
     assert files["state/model.pt"]["sha256"] == ran.stdout.split()[0]
 
 
-@pytest.mark.parametrize("damage", ["no manifest", "torn manifest", "file missing", "file cut", "partial", "moved", "unreadable"])
+@pytest.mark.parametrize(
+    "damage", ["no manifest", "torn manifest", "file missing", "file cut", "partial", "moved", "unreadable", "other manifest"]
+)
 def test_only_a_half_checkpoint_is_removed_and_a_damaged_one_is_skipped_and_told(
     tmp_path: Path, recipe: Recipe, damage: str
 ) -> None:
@@ -93,6 +95,8 @@ def test_only_a_half_checkpoint_is_removed_and_a_damaged_one_is_skipped_and_told
         newest.rename(tmp_path / "step_00000040.partial")
     elif damage == "moved":
         newest.rename(tmp_path / "step_00000060")
+    elif damage == "other manifest":
+        (newest / "complete").write_text('{"step": 40, "files": {"state/model.pt": {"bytes": 280}}}')
     elif damage == "unreadable":
         (newest / "complete").unlink()
         (newest / "complete").mkdir()
@@ -307,6 +311,58 @@ def test_a_state_in_other_shards_or_numbers_is_one_line(tmp_path: Path) -> None:
         checkpoint.require_same_state(saved, 2, "bf16")
     before = checkpoint.Saved(tmp_path, {"precision": "bf16"})  # of a version that did not note the stage
     checkpoint.require_same_state(before, 3, "bf16")
+
+
+def test_random_weights_beside_adapters_are_drawn_again_by_the_same_kind_of_device_alone(tmp_path: Path) -> None:
+    saved = checkpoint.Saved(tmp_path / "step_00000020", {"drawn_on": "NVIDIA GeForce RTX 4090"})
+    checkpoint.require_same_base(saved, "NVIDIA GeForce RTX 4090")
+    told = "complete: its adapters trained beside random weights that NVIDIA GeForce RTX 4090 drew, and a CPU draws others"
+    with pytest.raises(Stop, match=told):
+        checkpoint.require_same_base(saved, "a CPU")
+    checkpoint.require_same_base(saved, None)  # all weights, or those of a folder
+    checkpoint.require_same_base(checkpoint.Saved(tmp_path, {}), "a CPU")  # of a version that did not note it
+
+
+def test_a_checkpoint_survives_a_power_cut_before_older_ones_go(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def flushing(flush: Callable[[int], None]) -> Callable[[int], None]:
+        def wrapped(opened: int) -> None:
+            done.append(f"flush {Path(f'/proc/self/fd/{opened}').readlink().relative_to(tmp_path)}")
+            flush(opened)
+
+        return wrapped
+
+    monkeypatch.setattr(os, "fsync", flushing(os.fsync))
+    monkeypatch.setattr(os, "fdatasync", flushing(os.fdatasync))
+
+    def naming(name: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def wrapped(path: Path, to: Path) -> Path:
+            done.append(f"name {to.name}")
+            return name(path, to)
+
+        return wrapped
+
+    monkeypatch.setattr(Path, "rename", naming(Path.rename))
+    monkeypatch.setattr(Path, "replace", naming(Path.replace))
+    save(tmp_path, 1, recipe)
+    done.clear()
+    save(tmp_path, 2, recipe, keep=1)
+    partial = "step_00000002.partial"
+    assert done == [
+        f"flush {partial}/state/model.pt",
+        f"flush {partial}/state/optimizer.pt",
+        "name complete",
+        f"flush {partial}/complete",
+        f"flush {partial}",
+        f"flush {partial}/state",
+        "name step_00000002",
+        "name latest",
+        "flush .",
+        "name step_00000001.old",
+    ]
 
 
 def test_changes_that_may_be_continued_are_named(tmp_path: Path, recipe: Recipe) -> None:

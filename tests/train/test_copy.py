@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -305,9 +306,113 @@ def test_a_restore_keeps_the_other_ranks_and_its_failure_reaches_them(tmp_path: 
     ends = run_ranks(2, work)
     assert ends[0] == ends[1]
     assert "no copy could be restored (step_00000004: OSError: state/model.pt has other content" in ends[0]
-    shutil.rmtree(tmp_path / "backup")
+    shutil.rmtree(tmp_path / "backup" / "run-1")
     shutil.rmtree(there, ignore_errors=True)
     assert run_ranks(2, work) == ["returned None"] * 2
+
+
+def no_beat(most: int = 20) -> Callable[[], None]:
+    """Return what is called while a rank waits, which ends the test when it waits for ever."""
+    beats = iter(range(most))
+    return lambda: None if next(beats, None) is not None else pytest.fail("the ranks wait for ever")
+
+
+@pytest.mark.parametrize("spoilt", ["files", "sha256", "saved_at", "outside", "list", "torn", "another step"])
+def test_a_manifest_that_is_none_ends_every_rank_with_its_name(tmp_path: Path, spoilt: str) -> None:
+    from tests.train.test_checkpoint import run_ranks
+
+    url = f"file://{tmp_path}/backup/run-1"
+    saved = save(tmp_path / "run" / "checkpoints", 5)
+    assert copies.main(saved.folder, url, KEEP_ALL) == 0
+    manifest = json.loads((saved.folder / "complete").read_text())
+    model = {"bytes": 1000, "sha256": "0" * 64}
+    texts = {
+        "files": ({"step": 5}, "it lacks"),
+        "sha256": (manifest | {"files": {"state/model.pt": {"bytes": 1000}}}, "it lacks 'sha256'"),
+        "saved_at": (manifest | {"saved_at": "today"}, "saved_at is 'today'"),
+        "outside": (manifest | {"files": {"../../model.pt": model}}, "files: ../../model.pt lies outside"),
+        "list": ([1], "list indices must be integers"),
+        "torn": ('{"step": 5, "fi', "no JSON: "),
+        "another step": (manifest | {"step": 6}, "it is of step 6"),
+    }
+    text, told = texts[spoilt]
+    (tmp_path / "backup" / "run-1" / "step_00000005" / "complete").write_text(text if spoilt == "torn" else json.dumps(text))
+    there = tmp_path / "new" / "checkpoints"
+    there.parent.mkdir()
+    ends = run_ranks(2, lambda ranks: copies.restore_together(url, there, ranks, no_beat()))
+    assert ends[0] == ends[1]
+    assert f"{url}: no copy could be restored (step_00000005: complete is not a manifest of ours: {told}" in ends[0]
+    assert sorted(path.name for path in tmp_path.rglob("*.pt") if "run" not in path.parts and "run-1" not in path.parts) == []
+    assert copies.main(saved.folder, url, KEEP_ALL) == 0  # the next copy replaces it
+    assert steps(url) == [5]
+
+
+def test_whatever_ends_a_restore_ends_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.train.test_checkpoint import run_ranks
+
+    def leave(*_: object, **__: object) -> None:
+        raise SystemExit("left by something deep below")
+
+    url = f"file://{tmp_path}/backup/run-1"
+    assert copies.main(save(tmp_path / "run" / "checkpoints", 4).folder, url, KEEP_ALL) == 0
+    (tmp_path / "new").mkdir()
+    monkeypatch.setattr(shutil, "rmtree", leave)
+    ends = run_ranks(2, lambda ranks: copies.restore_together(url, tmp_path / "new" / "checkpoints", ranks, no_beat()))
+    assert ends[0] == ends[1]
+    assert ends[0].startswith("restoring a copy: SystemExit: left by something deep below; expected a copy that is restored")
+
+
+def test_storage_that_is_not_there_is_told_before_training(tmp_path: Path) -> None:
+    run = tmp_path / "run-1"
+    run.mkdir()
+    away = f"file://{tmp_path}/mnt/backup"
+    told = rf"recipe checkpoint.copy_to, {re.escape(away)}: there is no folder {re.escape(str(tmp_path))}/mnt; expected storage"
+    with pytest.raises(Stop, match=told):
+        copies.require_storage(away, run, begun=False)
+    assert re.match(f"nothing is copied for now: {told}", copies.require_storage(away, run, begun=True))
+    with pytest.raises(Stop, match=told):
+        copies.restore(copies.url_of(away, run.name), run / "checkpoints")
+    saved = save(run / "checkpoints", 1)
+    assert copies.main(saved.folder, copies.url_of(away, run.name), KEEP_ALL) == 1
+    assert not (tmp_path / "mnt").exists()  # nothing was written where something else would be mounted
+
+    (tmp_path / "mnt").mkdir()
+    notice = copies.require_storage(away, run, begun=False)
+    assert (tmp_path / "mnt" / "backup").is_dir()
+    assert notice == f"checkpoint.copy_to: {away} lies on the disk of the run folder itself: is its storage mounted?"
+    assert copies.restore(copies.url_of(away, run.name), run / "checkpoints") is None
+    (tmp_path / "mnt" / "file").write_text("")
+    with pytest.raises(Stop, match=r"there is no folder .*/mnt/file"):
+        copies.require_storage(f"file://{tmp_path}/mnt/file/backup", run, begun=False)
+
+
+def test_another_disk_is_no_notice(tmp_path: Path) -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev or not os.access(shared, os.W_OK):
+        pytest.skip("needs /dev/shm on a file system of its own")
+    folder = shared / f"r4090c-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        assert copies.require_storage(f"file://{folder}/backup", tmp_path, begun=False) == ""
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_bucket_that_is_not_there_is_told_and_an_empty_prefix_is_none(
+    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert copies.require_storage(s3, tmp_path, begun=False) == ""
+    assert copies.restore(copies.url_of(s3, "run-1"), tmp_path / "checkpoints") is None
+    gone = "s3://no-such-bucket/prefix"
+    for look in (
+        lambda: copies.require_storage(gone, tmp_path, begun=False),
+        lambda: copies.restore(copies.url_of(gone, "run-1"), tmp_path / "checkpoints"),
+    ):
+        with pytest.raises(Stop, match=f"recipe checkpoint.copy_to, {gone}: there is no no-such-bucket; expected"):
+            look()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    notice = copies.require_storage(s3, tmp_path, begun=False)
+    assert notice.startswith(f"checkpoint.copy_to: {s3} cannot be looked at now: ")
 
 
 @pytest.mark.train
@@ -326,6 +431,8 @@ def test_a_lost_run_folder_is_restored_and_trained_on_to_the_same_digits(tmp_pat
     assert SECRET not in ran.stdout + ran.stderr
     assert all("copy_error" not in line for line in metrics(tmp_path, "run"))
     one_go = losses(tmp_path, "run")
+    looked = f"no checkpoint in {tmp_path / 'run' / 'checkpoints'}, no copy in {s3}/run"
+    assert f"notice   the run begins anew at step 1: {looked}\n" in ran.stdout
 
     shutil.rmtree(tmp_path / "run")
     ran = finish([*TORCHRUN, *arguments(tmp_path, "run", recipe), "--steps", "10"], **dict(os.environ))

@@ -121,6 +121,29 @@ def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
+def test_a_number_that_is_none_is_null_in_json_and_whoever_reads_takes_it(tmp_path: Path) -> None:
+    """A step that fp16 skips has an infinite gradient norm."""
+    from launch.live import _progress
+    from r4090c.cli.follow import number_in, told_in
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    golden = json.loads((GOLDEN / "metrics.jsonl").read_text().splitlines()[0])
+    written = Metrics(tmp_path, resumed_at=0)
+    written.write({**golden, "grad_norm": math.inf, "eval_loss": math.nan})
+    written.write({**golden, "step": 2, "loss": math.nan, "grad_norm": -math.inf, "tokens_per_s": math.nan})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    first, second = (json.loads(line, parse_constant=refuse) for line in text.splitlines())
+    assert (first["grad_norm"], first["eval_loss"], second["loss"]) == (None, None, None)
+    assert list(first) == [*golden, "eval_loss"] and first["loss"] == golden["loss"]
+    assert keep_until(text, 2) == text
+    assert told_in(first).startswith(f"loss {golden['loss']:.4f}  ")
+    assert (told_in(second), number_in(second, "loss")) == ("", None)
+    progress = _progress([first, second], None)
+    assert (progress["step"], progress["loss"], progress["rate"]) == (2, None, golden["tokens_per_s"])
+
+
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs the extra `train`")
 
 
@@ -338,6 +361,7 @@ def test_curves_are_drawn_and_a_missing_library_costs_one_notice(
         boards = Boards(tmp_path, recipe.model_copy(update={"wandb": "mine"}), resumed_at=0)
         for line in golden:
             boards.write(line)
+        boards.write({**golden[-1], "step": 99, "loss": None, "grad_norm": math.inf})
         boards.close()
     assert not boards.thread.is_alive()
     drawn = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -345,6 +369,7 @@ def test_curves_are_drawn_and_a_missing_library_costs_one_notice(
     assert [(point.step, point.value) for point in drawn.Scalars("loss")] == [
         (line["step"], pytest.approx(line["loss"])) for line in golden
     ]
+    assert drawn.Scalars("grad_norm")[-1].value == math.inf
     told = capsys.readouterr().out
     assert told == "notice   wandb is not installed: none of its curves; pip install wandb\n"
     assert not any(secret.encode() in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import re
 import shutil
 import struct
 import sys
@@ -27,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from train.batch import candidates, engine_bytes, largest_that_fits
 from train.device import Device
 from train.errors import Stop
-from train.model import Chosen, build_model, build_optimizer, choose_kernels, count_parameters
+from train.model import Chosen, build_model, build_optimizer, choose_kernels, count_parameters, drawn_on
 from train.recipe import Kernels, Recipe
 from train.weights import find_weights
 
@@ -148,6 +149,7 @@ def _cut(folder: Path) -> None:
         ("llama", _write("config.json", b"[]"), "config.json: not a model's configuration (TypeError"),
         ("mistral", None, "mistral/config.json: model_type mistral; expected llama, as the recipe says"),
         ("llama", _edit_config(hidden_size=48), "config.json: hidden_size 48; expected hidden_size 32, as the recipe says"),
+        ("llama", _edit_config(max_position_embeddings=32), "max_position_embeddings 32; expected max_position_embeddings 64"),
         ("llama", _rename("model.safetensors", "pytorch_model.bin"), "holds pytorch_model.bin; expected model.safetensors"),
         ("parts", _rename("model-00001-of-00003.safetensors", "x"), "model-00001-of-00003.safetensors: is not there; expected"),
         ("parts", _write("model.safetensors.index.json", b"{}"), "index.json: KeyError: 'weight_map'"),
@@ -185,6 +187,52 @@ def test_a_wrong_folder_is_told_in_one_line(name: str, spoil: Any, told: str, sa
     assert str(caught.value).startswith(str(tmp_path / name))
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+OF_LLAMA2 = {
+    **SHAPE,
+    "model_type": "llama",
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "use_cache": True,
+}
+OF_LLAMA3 = {**SHAPE, "model_type": "llama", "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}}
+
+
+@pytest.mark.parametrize(
+    ("config", "told", "wrong"),
+    [
+        (OF_LLAMA2, {"rope_theta": 10000, "use_cache": False, "attention_bias": True}, ""),
+        (OF_LLAMA2, {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-05; expected rms_norm_eps 1e-06"),
+        (OF_LLAMA2, {"rope_theta": 5e5}, "rope_parameters.rope_theta 10000.0; expected rope_parameters.rope_theta 500000.0"),
+        (OF_LLAMA2, {"rope_parameters": {"rope_theta": 10000, "rope_type": "default"}}, ""),
+        (OF_LLAMA2, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type default; expected rope_parameters.rope_type"),
+        (OF_LLAMA3, {"rope_theta": 500000}, ""),
+        (OF_LLAMA3, {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "rope_parameters.factor 8.0; expected"),
+        (OF_LLAMA3, {"rope_scaling": None}, "rope_parameters.rope_type llama3; expected rope_parameters.rope_type default"),
+        ({**OF_LLAMA3, "rope_parameters": 7}, {"rope_theta": 1}, ""),
+        ({**OF_LLAMA3, "dtype": "bfloat16"}, {"torch_dtype": "float32"}, "dtype bfloat16; expected dtype float32"),
+    ],
+)  # fmt: skip
+def test_no_field_of_the_recipe_may_contradict_the_folders(
+    config: dict[str, Any], told: dict[str, Any], wrong: str, tmp_path: Path
+) -> None:
+    save_file({"one": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = recipe(model={"family": "llama", "weights": str(tmp_path), "config": SHAPE | told}).model
+    if not wrong:
+        assert find_weights(model, tmp_path) is not None
+        return
+    with pytest.raises(Stop, match=re.escape(f"{tmp_path / 'config.json'}: ")) as caught:
+        find_weights(model, tmp_path)
+    assert wrong in str(caught.value)
+
+
+def test_only_random_weights_that_no_checkpoint_holds_depend_on_who_draws_them(saved: Path) -> None:
+    assert drawn_on(recipe(method="lora"), CPU) == "a CPU"
+    assert drawn_on(recipe(method="lora"), Device("cuda", "cuda:0", "nccl"), sharded=True) == "a CPU"
+    assert drawn_on(recipe(), CPU) is drawn_on(recipe(weights="llama", method="qlora"), CPU) is None
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_the_tracer_takes_its_steps_and_says_what_came_of_it(tmp_path: Path, cap
 
     import torch
 
-    tracer = Tracer(tmp_path, rank=0)
+    tracer = Tracer(tmp_path, rank=0, gpu=False)
     for step in range(1, LAST + 2):
         tracer.begin_step()
         torch.ones(step, step) @ torch.ones(step, step)
@@ -80,7 +80,7 @@ def test_the_tracer_takes_its_steps_and_says_what_came_of_it(tmp_path: Path, cap
         products = [one for one in json.load(opened)["traceEvents"] if one.get("name") == "aten::matmul"]
     assert len(products) == LAST - FIRST + 1
 
-    short = Tracer(tmp_path / "short", rank=0)
+    short = Tracer(tmp_path / "short", rank=0, gpu=False)
     for _ in range(FIRST - 1):
         short.begin_step()
         short.end_step(last=_ == FIRST - 2)

@@ -115,6 +115,11 @@ def test_the_learning_rate_grows_with_the_root_of_the_global_batch_once(recipe: 
         assert scaled.learning_rate(step, global_batch=8) == plain
         assert [scaled.learning_rate(step, global_batch=32) for _ in range(3)] == [pytest.approx(2 * plain)] * 3
         assert scaled.learning_rate(step, global_batch=2) == pytest.approx(plain / 2)
+    batch, lr = recipe.samples_per_step(4), recipe.optimizer.lr
+    told = "as the recipe says, whatever the global batch (optimizer.lr_reference_batch: null)"
+    assert recipe.told_rate(4) == f"{lr:.2e} at a global batch of {batch}: {told}"
+    peak = f"{scaled.learning_rate(scaled.schedule.warmup_steps, batch):.2e} at a global batch of {batch}: {lr:.2e}"
+    assert scaled.told_rate(4) == f"{peak} x sqrt({batch} / 8) (optimizer.lr_reference_batch: 8)"
 
 
 def test_the_global_batch_stays_whatever_the_ranks_and_the_micro_batch(recipe: Recipe) -> None:

@@ -110,12 +110,15 @@ def test_tiny_learns_and_tells_everything(workshop: Path) -> None:
     for told in ("5,122,880 parameters, fp32", "ranks    2 x CPU", "gloo, ZeRO stage 2", "step     1,024 tokens", "sha256 "):
         assert told in ran.stdout
     assert re.search(r"^data     [\d,]+ sequences of 128 tokens; 24 steps = [\d.e-]+ epochs$", ran.stdout, re.MULTILINE)
-    assert "notice" not in ran.stdout
+    looked = f"no checkpoint in {workshop / 'tiny' / 'checkpoints'}"
+    notices = re.findall("^notice   (?!tensorboard is not installed).*", ran.stdout, re.MULTILINE)
+    assert notices == [f"notice   the run begins anew at step 1: {looked}"]  # the recipe says resume: true
+    assert re.search(r"^lr       2\.00e-03 at a global batch of 8: as the recipe says", ran.stdout, re.MULTILINE)
     assert "step 24/24 loss" in ran.stdout
     assert "Traceback" not in ran.stderr
 
     again = finish(command)
-    assert again.returncode == 0
+    assert again.returncode == 0 and "begins anew" not in again.stdout
     assert metrics(workshop, "tiny") == lines  # nothing left to do: nothing done
 
 
