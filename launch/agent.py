@@ -11,10 +11,13 @@ Standard library only, Python >= 3.8: it is run by the node's own python3. One p
 - sees when a rank beats no more, looks at where the ranks here stand, and ends the attempt (hang.py beside this file);
 - ends what it started by TERM, a grace, then KILL: by descent, never by name; torchrun and the ranks carry PR_SET_PDEATHSIG,
   so that a killed agent takes them along;
-- touches the shared run folder from threads only: a hung NFS must not stop it. Its own state is in a node-local folder.
+- reads and writes the shared run folder from threads only: a hung NFS must not stop it (once torchrun, whose program may lie
+  there, is started). Its own state is in a node-local folder.
 
 Commands: `start` (request on stdin; daemonizes, answers its pid) and `follow` (prints state changes and new lines as JSON).
-`main(request)` serves what the controller asks over `Shell.ask`: `prepare`, `stop`, `state`.
+`main(request)` serves what the controller asks over `Shell.ask`: `prepare`, `stop`, `state`. `follow` and `state` read shared
+files from threads only. `start` writes the run's files itself and hangs while NFS does: so the last thing it does before there is
+an agent is to look whether it was stopped, and `stop` does not wait for it to say so.
 
 Events, each with time, attempt and node: started, finished, rank-failed, rank-hung (one a rank), torchrun-killed,
 torchrun-failed, start-failed, agent-error, agent-terminated, agent-lost, node-lost, stopped, left-running; placement-differs,
@@ -31,6 +34,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import queue
 import re
 import select
 import signal
@@ -41,7 +45,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, TypeVar
+from typing import Any, Callable, Dict, Generic, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, TypeVar
 
 Json = Dict[str, Any]
 T = TypeVar("T")
@@ -60,7 +64,9 @@ MOST_STRANGERS = 64  # keeps a port scanner from using up our descriptors
 MOST_UNSENT = MOST_LINE = 1 << 20  # bytes; an event with its log lines has 10 KB
 SHARED_READ_S = 3.0  # est.: reading the end of a log from an NFS that works
 START_S = 10.0  # est.: a loaded node starts python in a second or two
-LOCK_S = 12.0  # a `start` going on takes at most START_S
+LOCK_S = 12.0  # a `start` going on takes at most START_S, unless shared storage hangs
+START_WAIT_S = 60.0  # est.: leases, NFS and SSH may hold up the start of an attempt that is followed already
+GONE_S = 1.0  # est.: an agent that ends writes its end before it goes; a second look costs little
 NAMED_S = 5.0  # est.: who starts an attempt follows it a second later; so long nobody else takes the lock
 SUPERVISOR_SILENT_S = 15.0  # est.: a controller beats once a second, over SSH
 STUCK_S = 60  # a follower whose reader takes nothing for this long ends
@@ -70,10 +76,10 @@ SETTLED_S = 1.0  # est.: what a wrapper around paths.python (conda run, taskset,
 MOST_DIFFERENCES = 8  # events of one rank about its placement
 MOST_SHOWN = 200  # letters of a variable's value in an event
 LOST_ROUTE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
-SUPERVISOR_LOCK, SUPERVISOR = "supervisor.lock", "supervisor.json"
+SUPERVISOR_LOCK, SUPERVISOR, START = "supervisor.lock", "supervisor.json", "start.json"
 LOOK_S = 0.5  # between two looks at the beats of the ranks
 YOUNG_S = 3600.0  # between two touches of the leases' files; what clears /tmp looks once a day
-MARK_RUN, MARK_NODE = "R4090C_RUN", "R4090C_NODE"
+MARK_RUN, MARK_NODE, MARK_START = "R4090C_RUN", "R4090C_NODE", "R4090C_START"
 KEPT_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR")
 
 
@@ -156,6 +162,34 @@ def within(seconds: float, work: Callable[[], T], otherwise: T) -> T:
     thread.start()
     thread.join(seconds)
     return answers[0] if answers else otherwise
+
+
+class Aside(Generic[T]):
+    """Does one thing after the other in a thread of its own: where one hangs, whoever asked does not."""
+
+    def __init__(self) -> None:
+        self.busy = False
+        self._asked: queue.Queue[Callable[[], T]] = queue.Queue()
+        self._answers: queue.Queue[T] = queue.Queue()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self._answers.put(self._asked.get()())
+
+    def ask(self, work: Callable[[], T]) -> None:
+        """Have `work` done; only while not `busy`. It raises nothing."""
+        self.busy = True
+        self._asked.put(work)
+
+    def answer(self) -> Optional[T]:
+        """Return what `work` returned, once; None while there is nothing."""
+        try:
+            found = self._answers.get_nowait()
+        except queue.Empty:
+            return None
+        self.busy = False
+        return found
 
 
 @contextlib.contextmanager
@@ -251,8 +285,11 @@ def descendants(root: int) -> List[int]:
     return sorted(pid for pid in below - {root} if living(stats.get(pid)))
 
 
-def marked(run_id: str, node: Optional[str] = None) -> List[int]:
-    """Return the living pids of this account whose environment says they belong to `run_id` (and `node`)."""
+def marked(run_id: str, node: Optional[str] = None, start_name: Optional[str] = None) -> List[int]:
+    """Return the living pids of this account whose environment says they belong to `run_id` (and `node`).
+
+    `start_name`: those that say they are of another start are left out; agents before this one said nothing.
+    """
     want = {os.fsencode("%s=%s" % (MARK_RUN, run_id))}
     if node:
         want.add(os.fsencode("%s=%s" % (MARK_NODE, node)))
@@ -265,9 +302,16 @@ def marked(run_id: str, node: Optional[str] = None) -> List[int]:
                 environment = set(handle.read().split(b"\0"))
         except OSError:
             continue
-        if want <= environment and living(stat_of(pid)):
+        starts = {entry for entry in environment if entry.startswith(MARK_START.encode() + b"=")}
+        foreign = start_name is not None and starts and os.fsencode("%s=%s" % (MARK_START, start_name)) not in starts
+        if want <= environment and not foreign and living(stat_of(pid)):
             found.append(pid)
     return found
+
+
+def marks(run_id: str, node: str, start_name: str) -> Dict[str, str]:
+    """Return the variables by which `marked` finds what a start has started."""
+    return {MARK_RUN: run_id, MARK_NODE: node, MARK_START: start_name}
 
 
 def send_signal(pids: Iterable[int], number: int) -> None:
@@ -928,7 +972,7 @@ class Agent:
     def environment(self) -> Dict[str, str]:
         """Return the variables that all ranks here must have, the secret ones too."""
         planned = {name: str(var["value"]) for name, var in self.mine["env"].items()}
-        ours = {MARK_RUN: self.plan["run_id"], MARK_NODE: self.name, "R4090C_LOCAL": self.folder}
+        ours = dict(marks(self.plan["run_id"], self.name, self.state["start_name"]), R4090C_LOCAL=self.folder)
         return {**planned, **self.secrets, **ours}
 
     def start_torchrun(self) -> None:
@@ -1221,7 +1265,8 @@ class Agent:
                 self.save(now=False)
             if self.asked_to_stop:
                 asked = read_json(os.path.join(self.folder, "stop.json"))
-                if asked is None:  # the node shuts down, or somebody ended us by hand: nobody wants the run to end
+                meant = asked is not None and asked.get("start") in (None, self.state["start_name"])
+                if asked is None or not meant:  # the node shuts down, or somebody ended us by hand: nobody wants the run to end
                     return "failed", self.event(
                         "agent-terminated", detail="the agent was asked to end by %s" % self.asked_to_stop
                     )
@@ -1308,15 +1353,28 @@ def start(request: Json) -> Json:
         return {"error": "%s: %s" % (error.filename, error.strerror)}
 
 
+def stop_file(start_name: str) -> str:
+    """Return the name of the file that keeps the start `start_name` from happening; being of one start, it needs no lock."""
+    return "stop-%s.json" % start_name
+
+
+def stopped_before(folder: str, start_name: str) -> Optional[Json]:
+    """Return the answer of a start that was stopped before there was an agent, None while nobody has."""
+    told = read_json(os.path.join(folder, stop_file(start_name)))
+    return None if told is None else {"error": "stopped by %s before it started" % told.get("by")}
+
+
 def start_held(request: Json, folder: str) -> Json:
     """Do what `start` does while no other start or stop of this run goes on here."""
-    plan, node = request["plan"], request["node"]
+    plan, node, start_name = request["plan"], request["node"], name_of(request["token"])
     other = read_json(os.path.join(folder, "state.json"))
     if other is not None and is_alive(other):
         return {"error": "attempt %s of this run still goes on here (pid %d)" % (other["attempt"], other["pid"])}
-    stopped = read_json(os.path.join(folder, "stop.json"))
-    if stopped is not None and stopped.get("start") == name_of(request["token"]):
-        return {"error": "stopped by %s before it started" % stopped["by"]}
+    refused = stopped_before(folder, start_name)
+    if refused is not None:
+        return refused
+    # Before anything that may hang: a stop that names no start means this one too.
+    write_text(os.path.join(folder, START), json.dumps({"start_name": start_name, "time": time.time()}))
     stopped = read_json(request["unless"]) if request.get("unless") else None
     if stopped is not None:
         return {"error": "stopped by %s before it started" % stopped.get("by")}
@@ -1334,14 +1392,14 @@ def start_held(request: Json, folder: str) -> Json:
 
 
 def start_daemon(request: Json, folder: str, leases: List[int]) -> Json:
-    """Do what `start` does once nothing forbids it; the agent gets the descriptors `leases`."""
-    plan, node = request["plan"], request["node"]
+    """Do what `start` does once nothing forbids it; the agent gets the descriptors `leases`. Hangs while shared storage does."""
+    plan, node, start_name = request["plan"], request["node"], name_of(request["token"])
     for name in os.listdir(folder):
-        if name not in ("lock", SUPERVISOR_LOCK, SUPERVISOR):
-            os.unlink(os.path.join(folder, name))
+        if name not in ("lock", SUPERVISOR_LOCK, SUPERVISOR, START) and not name.startswith(stop_file(start_name)):
+            with contextlib.suppress(FileNotFoundError):  # a stop, which does not wait for us, has just renamed it
+                os.unlink(os.path.join(folder, name))
     if request.get("supervisor"):  # whose follower takes the lock in a moment
         write_text(os.path.join(folder, SUPERVISOR), json.dumps(dict(request["supervisor"], expected=True)))
-    write_text(os.path.join(folder, "start.json"), json.dumps({"start_name": name_of(request["token"]), "time": time.time()}))
     try:
         for path in request.pop("folders", ()):
             os.makedirs(path, exist_ok=True)
@@ -1354,9 +1412,12 @@ def start_daemon(request: Json, folder: str, leases: List[int]) -> Json:
     except OSError as error:
         return {"error": "cannot write the run folder: %s: %s" % (error.filename, error.strerror)}
     log = os.path.join(folder, "agent.log")
+    refused = stopped_before(folder, start_name)  # the last thing: whatever hung above, who asked has gone long ago
+    if refused is not None:
+        return refused
     with open(log, "wb") as output:
         # The marks must stand in /proc/<pid>/environ, which only an exec sets.
-        environment = dict(os.environ, **{MARK_RUN: plan["run_id"], MARK_NODE: node})
+        environment = dict(os.environ, **marks(plan["run_id"], node, start_name))
         argv = [sys.executable, "-I", "-S", os.path.abspath(__file__), "daemon"]
         daemon = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, cwd="/", start_new_session=True,
@@ -1403,10 +1464,19 @@ def state(run_id: str, node: str) -> Optional[Json]:
 def whole_state(found: Json) -> Json:
     """Return the state of an agent that is gone: the copy in the run folder when only that tells the end (/tmp was full)."""
     if found.get("end") is None:
-        path = os.path.join(found["run_dir"], "agents", found["node"] + ".json")
-        copy = within(SHARED_READ_S, lambda: read_json(path), None)
-        if copy is not None and (copy.get("pid"), copy.get("start")) == (found["pid"], found["start"]) and copy.get("end"):
-            return copy
+        return ending_of(found, within(SHARED_READ_S, lambda: read_json(copy_path(found)), None))
+    return found
+
+
+def copy_path(found: Json) -> str:
+    """Return where the run folder has the copy of an agent's state."""
+    return os.path.join(found["run_dir"], "agents", found["node"] + ".json")
+
+
+def ending_of(found: Json, copy: Optional[Json]) -> Json:
+    """Return the copy of an agent's state where that is of the same agent and tells its end, else the state."""
+    if copy is not None and (copy.get("pid"), copy.get("start")) == (found["pid"], found["start"]) and copy.get("end"):
+        return copy
     return found
 
 
@@ -1425,30 +1495,43 @@ def stop(request: Json) -> Json:
     """Ask the agent to end the attempt, wait for it, then end whatever still carries the run's mark. Return what was done.
 
     `token`, or `start_name`, what files call it: the start this stop is for, None = whatever there is of the run; when it comes
-    later, it is refused. `follows`: the attempt has failed already elsewhere, so this stop is not its cause.
+    later, or hangs and goes on later, it is refused, and what another start has started is left alone. `follows`: the attempt has
+    failed already elsewhere, so this stop is not its cause.
     """
     run_id, node, token = request["run_id"], request["node"], request.get("token")
     folder = local_path(run_id, node)
     start_name = name_of(token) if token else request.get("start_name")
-    told = {"by": request["by"], "follows": bool(request.get("follows")), "start": start_name}
+    told = json.dumps({"by": request["by"], "follows": bool(request.get("follows")), "start": start_name})
     found = None
     if start_name or os.path.isdir(folder):
         folder = local_folder(run_id, node)
-        # A full /tmp, or a start that hangs, must not keep us from ending it.
-        with contextlib.suppress(OSError), held(os.path.join(folder, "lock"), LOCK_S):
+        if start_name:  # before the lock: a start that hangs has that
+            note(os.path.join(folder, stop_file(start_name)), told)
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(held(os.path.join(folder, "lock"), LOCK_S))
+            except OSError:  # a start that hangs, or a full /tmp, must not keep us from ending what there is
+                hangs = read_json(os.path.join(folder, START))
+                if not start_name and hangs is not None:
+                    note(os.path.join(folder, stop_file(str(hangs.get("start_name")))), told)
             found = read_json(os.path.join(folder, "state.json"))
             if start_name and found is not None and is_alive(found) and found.get("start_name") != start_name:
                 return {"had_agent": False, "swept": [], "left": [], "state": None}  # another attempt is none of its business
-            write_text(os.path.join(folder, "stop.json"), json.dumps(told))
-        found = read_json(os.path.join(folder, "state.json"))
+            note(os.path.join(folder, "stop.json"), told)
         if found is not None and is_alive(found):
             send_signal([found["pid"]], signal.SIGTERM)
             deadline = time.monotonic() + request["grace_s"] + KILL_WAIT_S + LINGER_S
             while time.monotonic() < deadline and is_alive(found):
                 time.sleep(0.05)
-    before = marked(run_id, node)
-    left = end_all(lambda: marked(run_id, node), 0.5) if before else []
+    before = marked(run_id, node, start_name)
+    left = end_all(lambda: marked(run_id, node, start_name), 0.5) if before else []
     return {"had_agent": found is not None, "swept": before, "left": left, "state": state(run_id, node)}
+
+
+def note(path: str, text: str) -> None:
+    """Write `text` to `path` where that can be written: a full /tmp must not keep a stop from ending what there is."""
+    with contextlib.suppress(OSError):
+        write_text(path, text)
 
 
 # ----------------------------------------------------------------------------- following
@@ -1488,6 +1571,7 @@ class Claim:
     def __init__(self, folder: str, me: Json) -> None:
         self.folder, self.me = folder, me
         self._lock: Optional[int] = None
+        self._told = False  # the file says that it is ours
         self._heard = time.monotonic()
 
     def silent(self) -> bool:
@@ -1499,7 +1583,7 @@ class Claim:
         return time.monotonic() - self._heard > SUPERVISOR_SILENT_S
 
     def named(self) -> Optional[Json]:
-        """Return who, other than us, the start named and is still expected to take the lock; None when nobody is.
+        """Return who the start named, and is still expected to take the lock; None when nobody is.
 
         Who has had the lock is expected no longer: its follower took it, and where that is gone the lock is free.
         """
@@ -1509,92 +1593,226 @@ class Claim:
         except OSError:
             return None
         told = read_json(path) if abs(age_s) < NAMED_S else None
-        return told if told is not None and told.get("expected") and told.get("id") != self.me.get("id") else None
+        return told if told is not None and told.get("expected") else None
 
-    def holder(self) -> Optional[Json]:
-        """Return who supervises: `me`, taking the lock when it is free, or who has it; None when that cannot be told."""
+    def holder(self, begun: bool = True) -> Optional[Json]:
+        """Return who supervises: `me`, taking the lock when it is free, or who has it; None when that cannot be told.
+
+        `begun` False: the attempt has not begun here. Then the lock is for whom its start has named, and for nobody else yet.
+        """
         if self._lock is None:
-            told = self.named()
-            if told is not None:
-                return told
+            named = self.named()
+            ours = named is not None and named.get("id") == self.me.get("id")
+            if not ours and (named is not None or not begun):
+                return named
             try:
                 lock = os.open(os.path.join(self.folder, SUPERVISOR_LOCK), os.O_RDWR | os.O_CREAT, 0o600)
             except OSError:
                 return None
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                write_text(os.path.join(self.folder, SUPERVISOR), json.dumps(self.me))
-            except OSError:
+            except OSError as error:
                 os.close(lock)
-                return read_json(os.path.join(self.folder, SUPERVISOR))
+                return read_json(os.path.join(self.folder, SUPERVISOR)) if error.errno == errno.EWOULDBLOCK else None
             self._lock = lock
+        if not self._told:  # a full /tmp takes the name later; the lock is ours all the same
+            with contextlib.suppress(OSError):
+                write_text(os.path.join(self.folder, SUPERVISOR), json.dumps(self.me))
+                self._told = True
         return self.me
 
+    def let_go(self) -> None:
+        """Free the lock: a thread that hangs in the kernel may keep this process, and all that it has open, for long."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
-def follow(run_id: str, node: str, files: List[List[Any]], me: Optional[Json] = None) -> None:
+
+class Lines:
+    """The new lines of one growing file on storage that may hang."""
+
+    def __init__(self, name: str, path: str, offset: int) -> None:
+        self.name = name
+        self.over = False  # nothing more comes, and all was told
+        self._path, self._offset = path, offset
+        self._whole = False
+        self._aside: Aside[Tuple[List[Tuple[str, int]], int]] = Aside()
+
+    def take(self, whole: bool = False) -> List[Tuple[str, int]]:
+        """Return the lines (see `new_lines`) that have been read by now, and have more read; `whole`: nothing more comes."""
+        lines: List[Tuple[str, int]] = []
+        answer = self._aside.answer()
+        if answer is not None:
+            lines, self._offset = answer
+            self.over = self._whole and not lines
+        if not self._aside.busy and not self.over:
+            self._whole = whole
+            path, offset = self._path, self._offset
+            self._aside.ask(lambda: new_lines(path, offset, whole))
+        return lines
+
+
+class Look(NamedTuple):
+    """What there is of the attempt that is followed. `unseen`: it has not begun here; `gone`: its agent told no end."""
+
+    state: Optional[Json]
+    unseen: bool
+    ended: bool
+    gone: bool
+
+
+def of_attempt(attempt: Optional[int], begun: bool, seen: Optional[Json], found: Optional[Json]) -> Tuple[Optional[Json], bool]:
+    """Return (the state of `attempt`, whether another attempt has taken its place), as the state file says `found`.
+
+    `seen`: its last state so far; `begun`: it has begun here for certain. `attempt` None: whatever is there is followed.
+    """
+    if attempt is None or (found is not None and found["attempt"] == attempt):
+        return found, False
+    return seen, found is not None and (begun or seen is not None or found["attempt"] > attempt)
+
+
+class Unread(Exception):
+    """Nobody reads what a follower tells."""
+
+
+class Follower:
+    """Tells a controller what is new of an attempt here; see `follow`."""
+
+    def __init__(self, run_id: str, node: str, files: List[List[Any]], me: Optional[Json], attempt: Optional[int], begun: bool):
+        folder = local_path(run_id, node)
+        self._path = os.path.join(folder, "state.json")
+        self._attempt, self._begun = attempt, begun
+        self._lines = [Lines(name, path, offset) for name, path, offset in files]
+        self._claim = Claim(folder, me) if me is not None else None
+        self._supervisor: Optional[Json] = None
+        self._seen: Optional[Json] = None
+        self._told: Optional[Json] = None
+        self._since = time.monotonic()
+        self._missing_since: Optional[float] = None
+        self._copy: Aside[List[Optional[Json]]] = Aside()
+        self._copies: List[Optional[Json]] = []  # the run folder's, of an agent that is gone, as read last
+        self._beat = 0.0
+
+    def run(self) -> None:
+        """Tell what is new until the agent has ended, or nobody listens."""
+        try:
+            while self._claim is None or not self._claim.silent():
+                if self._step():
+                    return
+                time.sleep(TICK_S)
+        except Unread:
+            return
+        finally:
+            if self._claim is not None:
+                self._claim.let_go()
+
+    def _look(self) -> Look:
+        state, replaced = of_attempt(self._attempt, self._begun, self._seen, read_json(self._path))
+        if self._attempt is not None:
+            self._seen = state
+        now = time.monotonic()
+        if replaced:
+            return Look(state, False, False, True)
+        if self._attempt is not None and state is None and not self._begun:
+            return Look(None, True, False, now - self._since > START_WAIT_S)
+        if is_alive(state):
+            self._missing_since, self._copies = None, []
+            return Look(state, False, state is not None and state["state"] == "ended", False)
+        if self._missing_since is None:
+            self._missing_since = now
+        missing_s = now - self._missing_since
+        if state is not None and state.get("end") is None and missing_s > GONE_S / 2:
+            state = self._as_copied(state)
+        patience_s = GONE_S if state is None or self._copies else GONE_S + SHARED_READ_S
+        ended = state is not None and state["state"] == "ended"
+        return Look(state, False, ended, not ended and missing_s > patience_s)
+
+    def _as_copied(self, state: Json) -> Json:
+        """Return `whole_state(state)` as far as the run folder has told by now."""
+        self._copies = self._copy.answer() or self._copies
+        if not self._copy.busy:
+            self._copy.ask(lambda: [read_json(copy_path(state))])
+        return ending_of(state, self._copies[0]) if self._copies else state
+
+    def _step(self) -> bool:
+        """Tell what is new; return True when there was an end."""
+        look = self._look()
+        # Whoever supervised to the end decides what follows it, although its own follower, with the lock, has gone by now.
+        holder = self._claim.holder(not look.unseen) if self._claim is not None and not look.ended and not look.gone else None
+        if holder is not None and holder != self._supervisor:
+            self._supervisor = holder
+            emit({"supervisor": holder})
+        if look.ended or look.gone:
+            self._tell_last_lines()
+            self._tell_state(look.state)
+            if look.gone:
+                emit({"agent_gone": True, "state": look.state})
+            return True
+        self._tell_state(look.state)
+        for lines in self._lines:
+            self._tell_lines(lines)
+        self._tell_beat()
+        return False
+
+    def _tell_state(self, state: Optional[Json]) -> None:
+        core = None if state is None else {key: value for key, value in state.items() if key != "heartbeat"}
+        if core != self._told:
+            self._told = core
+            emit({"state": state})
+
+    def _tell_lines(self, lines: Lines, whole: bool = False) -> bool:
+        """Tell what has come of a file; return whether anything has."""
+        found = lines.take(whole)
+        for line, offset in found:
+            emit({"line": [lines.name, line], "offset": offset})
+        return bool(found)
+
+    def _tell_last_lines(self) -> None:
+        """Tell what there still is, the state having been read before; what hangs for SHARED_READ_S is left out."""
+        until = time.monotonic() + SHARED_READ_S
+        while time.monotonic() < until and not all(lines.over for lines in self._lines):
+            for lines in self._lines:
+                if self._tell_lines(lines, whole=True):
+                    until = time.monotonic() + SHARED_READ_S
+            self._tell_beat()
+            time.sleep(0.01)
+
+    def _tell_beat(self) -> None:
+        if time.monotonic() - self._beat > BEAT_S:
+            self._beat = time.monotonic()
+            emit({"beat": time.time()})
+
+
+def follow(
+    run_id: str,
+    node: str,
+    files: List[List[Any]],
+    me: Optional[Json] = None,
+    attempt: Optional[int] = None,
+    begun: bool = False,
+) -> None:
     """Print what is new as JSON lines until the agent has ended.
 
     `me`: the controller that wants to supervise the run. Then {"supervisor"} first, and when it changes: who does.
     {"line": [name, text], "offset"} of the `files`, [[name, path, offset]]; {"state"} when it changed, before the lines that
-    came with it but after the last ones;
-    {"beat"} every second; {"agent_gone", "state"} when the agent is not there and told no end. Ends when
+    came with it but after the last ones; those are left out where the files' storage hangs.
+    {"beat"} every second, whatever hangs; {"agent_gone", "state"} when the agent is not there and told no end. Ends when
     nobody reads any more, and with `me` when that says nothing any more.
+
+    `attempt`: the one that is followed, None = whatever is there. The state of an earlier one counts as none; it may begin within
+    START_WAIT_S, unless it is known to have `begun` here. A later one says that it is over.
     """
-    places = {name: [path, offset] for name, path, offset in files}
-    last: Optional[Json] = None
-    beat, missing_since = 0.0, 0.0
-    claim = Claim(local_path(run_id, node), me) if me is not None else None
-    supervisor: Optional[Json] = None
-    while True:
-        if claim is not None and claim.silent():
-            return
-        found = read_json(os.path.join(local_path(run_id, node), "state.json"))
-        alive = is_alive(found)
-        if alive:
-            missing_since = 0.0
-        elif not missing_since:
-            missing_since = time.monotonic()
-        elif found is not None and time.monotonic() - missing_since > 0.5:
-            found = whole_state(found)
-        ended = found is not None and found["state"] == "ended"
-        gone = not ended and not alive and time.monotonic() - missing_since > 1.0
-        # Whoever supervised to the end decides what follows it, although its own follower, with the lock, has gone by now.
-        holder = claim.holder() if claim is not None and not ended and not gone else None
-        if holder is not None and holder != supervisor:
-            supervisor = holder
-            emit({"supervisor": holder})
-        core = None if found is None else {key: value for key, value in found.items() if key != "heartbeat"}
-        if core != last and not ended and not gone:
-            last = core
-            emit({"state": found})
-        for name, place in places.items():
-            more = True
-            while more:
-                lines, place[1] = new_lines(place[0], place[1], whole=ended or gone)
-                for line, offset in lines:
-                    emit({"line": [name, line], "offset": offset})
-                more = bool(lines) and (ended or gone)  # the state was read first, so these are the last lines
-        if core != last:
-            last = core
-            emit({"state": found})
-        if gone:
-            emit({"agent_gone": True, "state": found})
-        if ended or gone:
-            return
-        if time.monotonic() - beat > BEAT_S:
-            beat = time.monotonic()
-            emit({"beat": time.time()})
-        time.sleep(TICK_S)
+    Follower(run_id, node, files, me, attempt, begun).run()
 
 
 def emit(value: Json) -> None:
-    """Print one JSON line at once; end quietly when the reader is gone, or takes nothing for STUCK_S."""
+    """Print one JSON line at once. Raises Unread when the reader is gone; one that takes nothing for STUCK_S ends us."""
     signal.alarm(STUCK_S)
     try:
         sys.stdout.write(json.dumps(value) + "\n")
         sys.stdout.flush()
-    except OSError:
-        os._exit(0)
+    except OSError as error:
+        raise Unread from error
 
 
 def main(request: Json) -> Optional[Json]:
@@ -1616,4 +1834,5 @@ if __name__ == "__main__" and len(sys.argv) > 1:
         daemon()
     elif sys.argv[1] == "follow":
         what = json.loads(sys.argv[2])
-        follow(what["run_id"], what["node"], what["files"], what.get("supervisor"))
+        follow(what["run_id"], what["node"], what["files"], what.get("supervisor"), what.get("attempt"), bool(what.get("begun")))
+        os._exit(0)  # neither a reader that has gone nor a thread that hangs keeps us

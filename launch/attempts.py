@@ -77,8 +77,9 @@ class Attempts:
             return self._over(plan, str(error))
         run = self._run(plan.run_id)
         if run is not None and run.state in ("running", "done"):
-            if self._tried is None or run.plan != json.loads(json.dumps(plan_json(self._tried))):
+            if not self._is_ours(run):
                 return Next(None, f"it is {run.state}: somebody else has started attempt {run.attempt}")
+            assert self._tried is not None
             self._unstopped = tuple(node.name for node in self._tried.nodes)
             self._end_what_started(plan)
         names = tuple(node.name for node in self._wish.nodes)
@@ -107,6 +108,10 @@ class Attempts:
             if decision.go == "give-up" or refused:
                 return self._over(plan, refused or decision.why)
             return self._again(plan, decision)
+
+    def _is_ours(self, run: Run) -> bool:
+        """True when the run's last attempt is the one that was announced here."""
+        return self._tried is not None and run.plan == json.loads(json.dumps(plan_json(self._tried)))
 
     def _end_what_started(self, plan: Plan) -> None:
         """Stop the attempt that was to start and did not everywhere, and wait until its folder no longer says that it runs."""
@@ -162,6 +167,9 @@ class Attempts:
         run = self._run(plan.run_id)
         if run is not None and run.stopped_by:
             return f"stopped by {run.stopped_by}"
+        if run is not None and run.attempt > plan.attempt and not self._is_ours(run):  # as after a night's sleep
+            self._decides = False
+            return f"somebody else has started attempt {run.attempt}: it is {run.state}"
         try:
             other = hold_between(self.fleet, plan.run_dir, self.me)
         except R4090cError:  # no node answers: nobody else gets further either

@@ -17,8 +17,17 @@ CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 """Texts a rank prints when its *peer* went: from torch's gloo, TCPStore and NCCL sources as seen in killed runs."""
+OTHER_SERVICE = re.compile(r"HTTPS?ConnectionPool|\brequests\.|ProtocolError|urllib3|\bhttpx\b|BrokenPipeError")
+"""Texts on a connection that no peer is at the other end of: a web server's, or the pipe into `head`."""
 NOISE = re.compile(r"\[c10d\] The hostname of the client socket cannot be retrieved")
 """torch's remark on every address without a reverse name; it explains nothing."""
+
+
+def blames_peer(line: str) -> bool:
+    """True when a line says that a peer went, and not the server of something else."""
+    return CONSEQUENCE.search(line) is not None and OTHER_SERVICE.search(line) is None
+
+
 SIGNALS = {
     1: "SIGHUP",
     2: "SIGINT",
@@ -65,6 +74,7 @@ MENDS: Mapping[str, tuple[Mends, str]] = {
     "wrong-input": ("never", "recipe, data or checkpoint stay as they are"),
     "script-missing": ("never", "the file stays missing"),
     "module-missing": ("never", "the library stays missing"),
+    "library-mismatch": ("never", "the library stays built for another one"),
     "model-missing": ("never", "the files of the model stay missing or damaged"),
     "cuda-out-of-memory": ("never", "the same model and batch need the same memory"),
     "cuda-assert": ("never", "the same data have the same index out of range"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from launch.causes import CONSEQUENCE, MENDS, NOISE, SIGNALS, Mends
+from launch.causes import MENDS, NOISE, SIGNALS, Mends, blames_peer
 
 if TYPE_CHECKING:
     from launch.diagnose_log import LogCause
@@ -214,7 +214,8 @@ def _weight(event: Mapping[str, Any], unreachable: Mapping[str, str]) -> int:
 
 def _log(event: Mapping[str, Any]) -> str:
     """Return the last lines of the event's log that say something."""
-    lines = [line for line in str(event.get("log_tail", "")).splitlines() if line.strip() and not NOISE.search(line)]
+    told = (line for line in str(event.get("log_tail", "")).splitlines() if line.strip() and not line.startswith("wandb:"))
+    lines = [line for line in told if not NOISE.search(line)]
     return "\n".join(lines[-LAST_LINES:])
 
 
@@ -245,7 +246,7 @@ def _read_log(text: str, node: str, rank: int | None, exit_code: int | None) -> 
 def _is_consequence(event: Mapping[str, Any]) -> bool:
     """True when the process says that a peer went: in the line that names its error, else anywhere at the end of its log."""
     text = _log(event)
-    return CONSEQUENCE.search(_error_line(text) or text) is not None
+    return any(blames_peer(line) for line in (_error_line(text) or text).splitlines())
 
 
 def _cause(

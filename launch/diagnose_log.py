@@ -2,8 +2,13 @@
 
 A log that ends in a thousand lines has one cause and many consequences: peers whose connection closed, watchdogs ten minutes
 later, a launcher that ends the others. So every known cause says what it explains; of the causes found, those that another one
-explains step back, and of the rest the earliest in the log wins. What no entry knows is told by the first exception nobody
-caught; a log of consequences alone says that a peer went first. A healthy log, or text of another kind, has no cause: None.
+explains step back, and of the rest the earliest in the log wins. What was said where it may have been survived (a warning at the
+start, an exception that somebody caught and printed) steps behind whatever ended a process. What no entry knows is told by the
+first exception nobody caught, then by the rank that torchrun saw fail first; a log of consequences alone says that a peer went
+first. Of several attempts in one text the last is told. A healthy log, or text of another kind, has no cause: None.
+
+Before lines are read, one prefix that a launcher or logger put before each of them is taken off, and NCCL's reason, which torch
+prints after "Last error:", is read as the WARN that it was.
 
 Adding a cause: one entry in CAUSES, one log in tests/launch/fixtures/diagnose/ with its .expect.json.
 """
@@ -15,11 +20,11 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
-from launch.causes import CONSEQUENCE, NOISE, SIGNALS
+from launch.causes import NOISE, OTHER_SERVICE, SIGNALS, blames_peer
 from netcheck.data_network import unfit
 from netcheck.tools import kernel_log, nccl_log
 from r4090c.errors import ParseError
@@ -31,22 +36,34 @@ COMMAND = "what a run printed, of any launcher"
 
 EVIDENCE_MOST = 500
 """Characters of the line shown: an exception may carry a whole tensor."""
-LAST_LINES = 12
-"""est.: an exception nobody caught stands at the end of the log of its process; one further up was survived."""
+LAST_LINES = 20
+"""est.: an exception nobody caught stands at the end of the log of its process; one further up was survived. Lines of wandb's
+summary are not counted."""
 LINE_MOST = 4000
 """Characters of a line that are read: an allocator's longest message has a third of it."""
 TRACEBACK_MOST = 200
 """est.: lines of the longest traceback."""
 AROUND_FAILURE = 300
 """est.: lines between an uncaught exception without a rank in front and the first mark of failure; further up it was survived."""
+KERNEL_EARLIER_D = 1.0
+"""est.: days between an event of the kernel and the first line of the run that make it another run's; clocks and zones differ."""
+MOST_EARLIER = 3
+"""Attempts before the last one in the same text whose cause is told."""
+LEAST_LOST_STEPS = 5
+"""est.: steps to the end of a log whose gradients are no numbers; single ones are skipped."""
+BUFFERED_STEPS = 100
+"""est.: steps in the 8 KiB that Python holds back of what it prints into a file: they come out after what ended the process."""
+CHAIN_MOST = 12
+"""est.: lines that are kept of the exceptions that followed from one."""
 MOST_XIDS = 8
 MOST_MATCHES = 2000
 """Of a consequence that repeats in the log of a large run."""
 
 FALLEN = frozenset({79})
-HARDWARE = frozenset({48, 62, 64, 74, 95, 109, 110, 119, 120})
+HARDWARE = frozenset({48, 61, 62, 64, 74, 95, 109, 110, 119, 120})
 PROGRAM = frozenset({13, 31})
-"""Xids by meaning (NVIDIA Xid catalogue; the check gpu-xid judges the same numbers). 43, 45, 154 only follow from others."""
+"""Xids by meaning (NVIDIA Xid catalogue; the check gpu-xid judges the same numbers, but for 61, of the microcontroller as 62 is).
+43, 45, 154 only follow from others."""
 
 COMMUNICATION = frozenset({"nccl-error", "collective-timeout", "peer-gone", "rdma-path-broken"})
 """What a rank says when its peer went, or does not answer."""
@@ -65,7 +82,8 @@ class LogCause:
     `kind`: name of the entry in CAUSES; where launch.diagnose knows the same thing, by the same name. `evidence`: the line, and
     its number. `gpu`: CUDA index on the node. `consequences`: what else the log shows that this explains. `fix`: what to do,
     the likeliest first; a word of advice or a command. `details`: what the line told: port, path, pci, address, …
-    `source`: the name of the text it stands in, "" where there is one only.
+    `source`: the name of the text it stands in, "" where there is one only. `also`: what else the log shows that this does not
+    explain.
     """
 
     kind: str
@@ -79,6 +97,7 @@ class LogCause:
     fix: tuple[str, ...]
     details: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +105,7 @@ class Source:
     """One text of several, as the log of a rank. `node`, `rank`: of whom it is, where that is known.
 
     `failed`: its process is known to have failed; `exit_code`: with what. `gap`: (line, lines): so many lines after that one were
-    left out.
+    left out. `first`: lines of the same file that stand before it.
     """
 
     text: str
@@ -96,14 +115,23 @@ class Source:
     failed: bool = False
     exit_code: int | None = None
     gap: tuple[int, int] = (0, 0)
+    first: int = 0
+
+    def number(self, line: int) -> int:
+        """Return which line of its file is that one of the text, both from 1."""
+        return self.first + line + (self.gap[1] if line > self.gap[0] else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What several texts of one run tell. `ended_well`: they bear a mark of a run that came to its end, and none of a failure."""
+    """What several texts of one run tell. `ended_well`: they bear a mark of a run that came to its end, and none of a failure.
+
+    `earlier`: how the attempts before the last one ended that the same text holds.
+    """
 
     cause: LogCause | None
     ended_well: bool
+    earlier: tuple[str, ...] = ()
 
 
 def parse(text: str) -> LogCause | None:
@@ -119,27 +147,58 @@ def diagnose(text: str) -> LogCause | None:
 
 
 def diagnose_all(sources: Sequence[Source]) -> Diagnosis:
-    """Return the first cause over all texts: by what causes explain, then by time where all tell it, then by their order."""
+    """Return the first cause over all texts: by what causes explain, then by time where all tell it, then by their order.
+
+    Of a text that holds several attempts, one after the other, the last counts; the earlier ones are told aside.
+    """
+    last, earlier = list[Source](), list[Source]()
+    for source in sources:
+        *before, now = _attempts(source)
+        last.append(now)
+        earlier += before
+    told = [_one_line(source, diagnose_attempt([source])) for source in earlier[-MOST_EARLIER:]]
+    return replace(diagnose_attempt(last), earlier=tuple(told))
+
+
+def _one_line(source: Source, found: Diagnosis) -> str:
+    how = "ended well" if found.ended_well else "why is not known"
+    if found.cause is not None:
+        how = f"{found.cause.kind} (line {found.cause.line_number}): {found.cause.summary}"
+    return f"an earlier attempt, from line {source.number(1)}{' of ' + source.name if source.name else ''}: {how}"
+
+
+def diagnose_attempt(sources: Sequence[Source]) -> Diagnosis:
+    """Return the first cause over all texts, each of one attempt."""
     log = _Log(sources)
     found: dict[str, _Found] = {}
     for cause in CAUSES:
         if cause.needs_failure and not log.failed:
             continue
-        match = cause.find(log) if callable(cause.find) else _first(log, cause.find)
+        match = cause.find(log) if callable(cause.find) else _first(log, cause.find, uncaught=cause.survivable)
         if match is not None:
             found[cause.kind] = match
     well = log.succeeded and not log.failed
     if well:
-        found = {kind: match for kind, match in found.items() if kind == "nan-loss"}
+        found = {kind: match for kind, match in found.items() if kind == "nan-loss" or not log.before_success(match.at)}
+    if not well and not found.keys() - {"peer-gone"} and (failed := _first_block(log)) is not None:
+        found["rank-failed"] = failed
     explained = {kind for kind in found for by in found if _explains(log, found, by, kind)}
     first = min((kind for kind in found if kind not in explained), key=lambda kind: log.order(found[kind].at), default=None)
     return Diagnosis(None if first is None else _told(log, _BY_KIND[first], found), well and not found)
 
 
 def _explains(log: _Log, found: Mapping[str, _Found], by: str, kind: str) -> bool:
+    """True when `kind` only follows from `by`. What may have been survived explains no death, unless it can have led to it."""
+    if by == kind:
+        return False
     cause = _BY_KIND[by]
-    later = kind in cause.explains_after and log.order(found[by].at) <= log.order(found[kind].at)
-    return kind in cause.explains or later
+    if found[by].survived != found[kind].survived:
+        weak, strong = (by, kind) if found[by].survived else (kind, by)
+        waited = strong in COMMUNICATION | {"stopped"} and not log.progressed(found[weak].at, found[strong].at)
+        if not waited and strong not in _BY_KIND[weak].explains - LATER:
+            return by == strong
+    later = log.order(found[by].at) <= log.order(found[kind].at)
+    return kind in cause.explains or (later and (kind in cause.explains_after or (kind == "stopped" and by != "slurm-ended")))
 
 
 # --------------------------------------------------------------------------- the log
@@ -147,29 +206,54 @@ def _explains(log: _Log, found: Mapping[str, _Found], by: str, kind: str) -> boo
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where a cause was found, and what the place tells."""
+    """Where a cause was found, and what the place tells. `survived`: it was said where an exception may have been caught."""
 
     at: int
     details: Mapping[str, str] = field(default_factory=dict)
     rank: int | None = None
     node: str | None = None
     gpu: int | None = None
+    survived: bool = False
 
 
+_SHELL_KILLED = (
+    r"^\S{1,300}: line \d{1,6}: {1,6}\d{1,9} (?P<shell>Killed|Segmentation fault|Bus error|Floating point exception|Aborted)\b"
+)
+"""bash's words for a command of a script that a signal ended."""
 _FAILED = re.compile(
     r"ChildFailedError|exits with return code = -?[1-9]|failed \(exitcode: -?\d|terminate called after throwing|DistBackendError"
     r"|Watchdog caught collective|ssh exited with exit code [1-9]|^\[rank\d+\]: (?:Traceback|[\w.]{1,80}(?:Error|Exception): )"
     r"|SignalException|CalledProcessError"
-    r"|srun: error: |CANCELLED AT|^mpirun (?:noticed|detected) that|^train: .{1,900}?; expected ",
+    r"|srun: error: |CANCELLED AT|^mpirun (?:noticed|detected) that|^train: .{1,900}?; expected "
+    r"|^Error out of memory at line \d+ in file|due to a collective timeout"
+    r"|Heartbeat monitor timed out|^(?:\[rank\d+\]: ?)?KeyboardInterrupt$|process received SIGINT"
+    r"|^\S{1,64} exited with code [1-9]|^(?:zsh: )?[Kk]illed(?:$| {2,})|" + _SHELL_KILLED.replace("?P<shell>", "?:"),
     re.MULTILINE,
 )
 """Marks of a run that did not end well, of torchrun, DeepSpeed, torch, pdsh, Slurm, mpirun and our train/errors.py."""
 _SUCCEEDED = re.compile(
-    r"'train_runtime': |Process \d+ exits successfully|Training completed\."
+    r"'train_runtime': |Process (?P<pid>\d+) exits successfully|Training completed\."
     r"|`Trainer\.fit` stopped: `max_(?:epochs|steps)=\d+` reached",
     re.MULTILINE,
 )
-"""Marks of a run that came to its end: Hugging Face's Trainer, DeepSpeed's launcher, Lightning."""
+"""Marks of a run that came to its end: Hugging Face's Trainer, DeepSpeed's launcher (of each rank), Lightning."""
+_SPAWNED = re.compile(r"process (\d+) spawned with command")
+"""What DeepSpeed's launcher says of each rank that it starts."""
+_ENDED = re.compile(
+    r"ChildFailedError|exits with return code = |'train_runtime': |Training completed\.|Process \d+ exits successfully"
+    r"|`Trainer\.fit` stopped: |will restart worker group|: line \d{1,6}: {1,6}\d{1,9} Killed |^(?:zsh: )?[Kk]illed(?:$| {2,})"
+    r"|CANCELLED AT |exited on signal \d|got signal: \d|SIGINT, exiting"
+    r"|^(?P<raised>[A-Za-z_][\w.]{0,200}(?:Error|Exception|Interrupt))(?=: |$)",
+    re.MULTILINE,
+)
+"""After it a new start is another attempt; after an exception without a mark of a rank only one that was typed."""
+_START = re.compile(
+    r"Setting OMP_NUM_THREADS environment variable for each process|\[runner\.py:\d+:main\] cmd = "
+    r"|^(?P<typed>nohup: ignoring input|(?:[^\n$#]{0,80}[$#]|\+{1,3}) (?:[A-Z_]{1,40}=\S{1,80} ){0,8}(?:\S{0,80}/)?"
+    r"(?:torchrun|deepspeed|accelerate|srun|mpirun|nohup|python3?) )",
+    re.MULTILINE,
+)
+"""How an attempt begins: torchrun's remark, DeepSpeed's runner, nohup's, or what was typed, or shown by `set -x`."""
 _LAST_STEP = re.compile(r"^step (?P<step>\d{1,12})/(?P=step) loss ", re.MULTILINE)
 """The last step of a recipe of ours; these lines are not kept."""
 _STAMPS = (
@@ -182,8 +266,29 @@ _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct",
 _STAMP_MOST = 200
 """Characters of a line in which its time is looked for."""
 Stamp = tuple[float, ...]
+_CLOCK = r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d"
+_ISO = r"20\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
+_NO_DAEMON = r"(?![\w.\-]{1,63} [\w.@/\-]{1,60}(?:\[\d{1,9}\])?: )"
+"""Not a line of syslog: its host and program are read elsewhere."""
+_PREFIXES = (
+    ("]: ", re.compile(rf"(?:{_CLOCK}|{_ISO}) (?P<node>[\w.\-]{{1,63}}) [\w.@/\-]{{1,60}}\[\d{{1,9}}\]: "), True),
+    (":", re.compile(rf"(?:{_ISO}|{_CLOCK}) {_NO_DAEMON}"), False),
+    (" | ", re.compile(r"[A-Za-z0-9][\w.\-]{0,62}-\d{1,4} {1,40}\| ?"), True),
+    ("[pod/", re.compile(r"\[pod/[\w.\-/]{1,200}\] "), True),
+    (" pid=", re.compile(r"\(\w{1,60} pid=\d{1,9}(?:, ip=[\d.]{7,15})?\) ?"), True),
+    ("]<std", re.compile(r"\[\d{1,4},(?P<rank>\d{1,6})\]<std(?:out|err)>: ?"), True),
+    (": ", re.compile(r" {0,5}(?P<rank>\d{1,6}):(?: |$)"), False),
+    ("[default", re.compile(r"\[default(?P<local>\d{1,6})\]: ?"), True),
+)
+"""What stands before each line of journalctl, ts, `logs --timestamps`, docker compose, kubectl, Ray, mpirun --tag-output, srun -l
+and torchrun --tee, the outer ones first; in front a text that such a log holds. False: other lines may begin so too; then most
+lines must, or one that begins a traceback."""
+_BEGINS_TRACEBACK = re.compile(r"(?:\[rank\d+\]: ?)?Traceback \(most recent call last\)")
 _NODE_PREFIX = re.compile(r"^([A-Za-z][\w.\-]{0,62}): (?=\[|\S{1,80}:\d+:\d+ \[|Traceback|\s{0,3}\d{1,3}%)", re.MULTILINE)
 """What pdsh and DeepSpeed put in front of a node's lines."""
+_PDSH = re.compile(r"^pdsh@\S{1,255}: ([A-Za-z0-9][\w.\-]{0,62}): ssh exited", re.MULTILINE)
+_SRUN_TASK = re.compile(r"srun: error: (?P<node>[\w.\-]{1,255}): tasks? (?P<rank>\d{1,6})[\d,\-]{0,200}: (?P<said>.{1,80})")
+"""Slurm's words for tasks that ended badly: a task is a rank."""
 _RANK = re.compile(r"\[rank(\d{1,6})\]:|\[[Rr]ank (\d{1,6})\]|\bRank (\d{1,6})\]")
 _BLOCK = re.compile(
     r"^[ \t]*host[ \t]*: (?P<host>\S{1,255})[ \t]*\n"
@@ -196,6 +301,12 @@ _INIT_RANK = re.compile(
     r"(?P<host>[A-Za-z0-9][\w.\-]{0,250}):(?P<pid>\d{1,9}):\d{1,9} \[\d+\] "
     r"NCCL INFO ncclCommInit.{0,200}? rank (?P<rank>\d{1,6}) "
 )
+_LAST_WORDS = re.compile(r"(?:[A-Za-z0-9][\w.\-]{0,62}: )?\[rank\d+\]: ?(?!\[)|train: |.{0,300}(?:fatal error: |/ld: )")
+"""How a line begins that ends a process: torch marks the traceback of one; our training's refusal; what a compiler prints."""
+_KERNEL = re.compile(r"NVRM: |Killed process \d|oom-kill|\bkernel: ")
+"""A line of the kernel's."""
+_PROGRAM_NAME = re.compile(r"python|pt_|torchrun|deepspeed|accelerate|ray|cuda-Ev|.*\.py$")
+"""Names the kernel shows of processes of a training; torch calls its threads pt_…"""
 _NO_HOST = re.compile(r"\w*(?:Error|Exception|Warning|Interrupt|Exit)|INFO|WARNING|ERROR|DEBUG|root|torch|python3?|bash|sh")
 
 
@@ -209,10 +320,16 @@ WORDS = (
     "mismatch", "ancdata", "'train_runtime'", "successfully", "completed", "exit barrier", "(local_rank:", "host  ",
     "exitcode", "aborted", "Assertion", "[Errno", "Too many open", "SO_ERROR", "forward compat", "`Trainer.fit`",
     "train: ", "Unable to find address", "blocked for more than", "nfs_", "nfs4_", "rpc_", "Out of bounds values", "No locks",
-    "KMP_AFFINITY", "errno: 98", "valid model identifier", "does not appear to have",
+    "KMP_AFFINITY", "errno: 98", "valid model identifier", "does not appear to have", "busy or unavailable", "std::bad_alloc",
+    "free()", "malloc()", "realloc()", "munmap_chunk()", "corrupted", "double free", "stack smashing",
+    "undefined symbol", "not found", "No such file", "gated", "path_or_model_id", "PytorchStreamReader", "compiler",
+    "cannot find", "Python.h", "peer access", "process received", "Segmentation", "Aborted", "Floating point", "mmap",
+    "collective timeout", "compiled with", "spawned with", "couldn't",
 )  # fmt: skip
 """One of them is in every line that is read: most lines of a long log are not. A test compares them with the patterns."""
-_LOST_LOSS = re.compile(r"loss['\"]?\s{0,3}[:=]\s{0,3}['\"]?[+-]?(?:nan|inf)\b", re.IGNORECASE)
+_LOST_LOSS = re.compile(r"(?:loss|grad_norm)['\"]?\s{0,3}[:=]\s{0,3}['\"]?[+-]?(?:nan|inf)\b", re.IGNORECASE)
+_STEP = re.compile(r"loss['\"]?(?:\s{0,3}[:=]\s{0,3}|\s{1,3})['\"]?[+-]?\d", re.IGNORECASE)
+"""A step of a run: whatever was said before it was survived, as ranks step together."""
 
 
 _QUOTED = re.compile(r"(?:\S{1,80}: ?){0,3}\s{3,}\S")
@@ -234,14 +351,24 @@ def _stamp(line: str) -> Stamp | None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The lines of one source that may matter, their numbers in it (from 1) and their times, where asked for."""
+    """The lines of one source that may matter, their numbers in it (from 1) and their times, where asked for.
+
+    `whose`: of each line what its prefix told. `raised`: indices of lines that end a traceback. `reasons`: of those into which
+    "NCCL WARN " was put. `tail`: the number of the line after which only the last ones follow. `steps`: numbers of lines
+    with a step. `well`: number of the last line that tells of a good end, 0 for none.
+    """
 
     source: Source
     lines: Sequence[str]
     numbers: Sequence[int]
     stamps: Sequence[Stamp | None]
+    whose: Sequence[_Whose | None]
+    raised: frozenset[int]
+    reasons: frozenset[int]
+    tail: int
+    steps: Sequence[int]
+    well: int
     length: int
-    last_step: bool
     stamped: bool
     """True when lines of it bear a time."""
 
@@ -254,25 +381,175 @@ class _Part:
         return next((stamp for stamp in reversed(self.stamps) if stamp is not None), (99.0,))
 
 
+_ANSI = re.compile(r"\x1b\[[0-9;?]{0,20}[A-Za-z]")
+
+
+def _attempts(source: Source) -> list[Source]:
+    """Return the source cut where a new attempt begins: where something starts after something ended."""
+    text, found, begin, line = source.text, list[Source](), 0, 0
+    ended, raised = False, False
+    starts = ((match.start(), match["typed"] is not None) for match in _START.finditer(text))
+    ends = ((match.start(), match["raised"] is None) for match in _ENDED.finditer(text))
+    start, end = next(starts, None), next(ends, None)
+    while start is not None:
+        if end is not None and end[0] < start[0]:
+            ended, raised = ended or end[1], True
+            end = next(ends, None)
+            continue
+        if ended or (raised and start[1]):
+            cut = text.rfind("\n", 0, start[0]) + 1
+            lines = line + text.count("\n", begin, cut)
+            found.append(_cut(source, begin, cut, line, lines))
+            begin, line, ended, raised = cut, lines, False, False
+        start = next(starts, None)
+    return [*found, _cut(source, begin, len(text), line, None)] if found else [source]
+
+
+def _cut(source: Source, begin: int, end: int, first: int, last: int | None) -> Source:
+    """Return the source from one place to another; `first`: lines before it, `last`: lines before its end, None at the end."""
+    after, left_out = source.gap
+    inside = first < after and (last is None or after < last)
+    return replace(
+        source,
+        text=source.text[begin:end],
+        gap=(after - first, left_out) if inside else (0, 0),
+        first=source.first + first + (left_out if first >= after else 0),
+        failed=source.failed and last is None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Whose:
+    """Whose line it is, as its prefix tells. `local`: the rank on its node."""
+
+    node: str | None = None
+    rank: int | None = None
+    local: int | None = None
+
+
+def _unprefixed(text: str, lines: list[str]) -> tuple[list[str], list[_Whose | None]]:
+    """Return the lines without what a launcher or a logger put before each of them, and what that told."""
+    whose: list[_Whose | None] = [None] * len(lines)
+    filled = sum(1 for line in lines if line.strip())
+    for held, pattern, own in _PREFIXES:
+        if held not in text:
+            continue
+        matches = [pattern.match(line) for line in lines]
+        there = sum(1 for match in matches if match)
+        if not there or not (
+            own
+            or there * 2 > filled
+            or any(match and _BEGINS_TRACEBACK.match(line, match.end()) for match, line in zip(matches, lines, strict=True))
+        ):
+            continue
+        lines = [line[match.end() :] if match else line for match, line in zip(matches, lines, strict=True)]
+        for index, match in enumerate(matches):
+            told = match.groupdict() if match else {}
+            if match and told:
+                before = whose[index] or _Whose()
+                whose[index] = _Whose(
+                    told.get("node") or before.node,
+                    int(told["rank"]) if told.get("rank") else before.rank,
+                    int(told["local"]) if told.get("local") else before.local,
+                )
+    return lines, whose
+
+
+_LAST_ERROR = re.compile(r"(?:[A-Za-z][\w.\-]{0,62}: )?(?:\[rank\d+\]: ?)?Last error:\s*$")
+_FRONT = re.compile(r"(?P<front>(?:^[A-Za-z0-9][\w.\-]{0,62}: )?(?:\[rank\d+\]: ?)?)Traceback \(most recent call last\)")
+_ANY_RAISED = re.compile(r"(?:(?:[A-Za-z_]\w{0,60}\.){1,8}[A-Za-z_]\w{0,80}|[A-Z]\w{0,80})(?=: |:?$)")
+"""The name of an exception, whatever it is called, in the line after a traceback."""
+
+
+class _Tracebacks:
+    """Tells which lines end a traceback: each process prints its own, those of several may run into each other."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, int] = {}
+        self.before = ""
+
+    def ends(self, line: str, number: int) -> bool:
+        """True when the line is the exception that a traceback led to, other than one that Python says was ignored."""
+        before, self.before = self.before, line
+        if "Traceback (most" in line:
+            begins = _FRONT.search(line)
+            if begins and not _IGNORED.search(before) and not _IGNORED.search(line):
+                self.open[begins["front"].rstrip()] = number
+            return False
+        if not self.open:
+            return False
+        front = max((one for one in self.open if line.startswith(one)), key=len, default="")
+        rest = line[len(front) :].removeprefix(" ") if front else line
+        begun = self.open.get(front)
+        if begun is None or not rest.strip() or rest.startswith("  ") or (not front and line.startswith("[rank")):
+            return False
+        if number - begun > TRACEBACK_MOST:
+            del self.open[front]
+            return False
+        if _ANY_RAISED.match(rest) is None:
+            return False
+        del self.open[front]
+        return True
+
+
+_IGNORED = re.compile(r"exit barrier|Exception ignored in|Error in atexit")
+"""What stands above a traceback at a normal end: torch's, and Python's of a clean-up that failed."""
+
+
 def _part(source: Source, *, timed: bool) -> _Part:
-    text = re.sub(r"\x1b\[[0-9;]{0,20}[A-Za-z]", "", source.text).replace("\r\n", "\n")
-    words = [word for word in WORDS if word in text] + (["loss"] if _LOST_LOSS.search(text) else [])
-    lines, numbers, stamps = list[str](), list[int](), list[Stamp | None]()
+    text = _ANSI.sub("", source.text).replace("\r\n", "\n")
+    words = [word for word in WORDS if word in text] + (["loss", "grad_norm"] if _LOST_LOSS.search(text) else [])
+    lines, numbers, stamps, kept_whose = list[str](), list[int](), list[Stamp | None](), list[_Whose | None]()
+    raised, reasons, steps = set[int](), set[int](), list[int]()
     last: Stamp | None = None
-    before = ""
+    before, last_error, well = "", False, 0
     whole = text.rstrip().split("\n")
-    for number, line in enumerate(whole, 1):
+    bare, whose = _unprefixed(text, whole)
+    tracebacks = _Tracebacks()
+    for number, (raw, line) in enumerate(zip(whole, bare, strict=True), 1):
         if timed:
-            last = _stamp(line) or last
+            last = _stamp(raw) or last
         quoted = 'File "' in before and '", line ' in before and _QUOTED.match(line) is not None
         before = line
-        if not quoted and any(word in line for word in words):
+        ends = tracebacks.ends(line[:LINE_MOST], number)
+        if "loss" in line and _STEP.search(line, 0, LINE_MOST):
+            steps.append(source.number(number))
+        if line.startswith("step ") and _LAST_STEP.match(line):
+            well = source.number(number)
+        reason = _FRONT_OF_REASON.match(line) if last_error and line.strip() and "NCCL WARN" not in line else None
+        if reason is not None:
+            line = f"{reason.group()}NCCL WARN {line[reason.end() :]}"
+            reasons.add(len(lines))
+        last_error = "Last error:" in line and _LAST_ERROR.match(line) is not None
+        if ends or reason is not None or (not quoted and any(word in line for word in words)):
+            if ends:
+                raised.add(len(lines))
             for piece in line.split("\r"):  # a progress bar overwrites itself: one line, as editors count
                 lines.append(piece[:LINE_MOST])
-                numbers.append(number + (source.gap[1] if number > source.gap[0] else 0))
+                numbers.append(source.number(number))
                 stamps.append(last)
-    length = len(whole) + source.gap[1]
-    return _Part(source, lines, numbers, stamps, length, _LAST_STEP.search(text) is not None, last is not None)
+                kept_whose.append(whose[number - 1])
+    for index in range(len(lines) - 1, -1, -1):
+        if _SUCCEEDED.search(lines[index]):
+            well = max(well, numbers[index])
+            break
+    tail, counted = len(whole), 0
+    while tail and counted < LAST_LINES:
+        tail -= 1
+        counted += bool(bare[tail].strip()) and not bare[tail].lstrip().startswith("wandb:")
+    return _Part(
+        source, lines, numbers, stamps, kept_whose, frozenset(raised), frozenset(reasons), source.number(tail), steps, well,
+        source.number(len(whole)), last is not None,
+    )  # fmt: skip
+
+
+_FRONT_OF_REASON = re.compile(r"(?:[A-Za-z][\w.\-]{0,62}: (?=\[rank))?(?:\[rank\d+\]: ?)?")
+"""What stands before NCCL's reason, in the line after "Last error:"."""
+
+
+def _steps(part: _Part, first: int, last: int) -> int:
+    """Return how many lines with a step stand between two lines."""
+    return bisect.bisect_left(part.steps, last) - bisect.bisect_right(part.steps, first)
 
 
 class _Log:
@@ -287,6 +564,17 @@ class _Log:
         self.numbers = [number for part in self.parts for number in part.numbers]
         self.stamps = [stamp for part in self.parts for stamp in part.stamps]
         self.of = [part for part in self.parts for _ in part.lines]
+        self.whose = [one for part in self.parts for one in part.whose]
+        first = 0
+        raised, reasons = set[int](), set[int]()
+        for part in self.parts:
+            raised |= {first + index for index in part.raised}
+            reasons |= {first + index for index in part.reasons}
+            first += len(part.lines)
+        self.raised = frozenset(raised)
+        """Indices of lines that end a traceback."""
+        self.reasons = frozenset(reasons)
+        """Indices of lines with NCCL's reason, which torch printed without "NCCL WARN"."""
         self.text = "\n".join(self.lines)
         self.starts = [0, *(match.end() for match in re.finditer("\n", self.text))]
 
@@ -311,9 +599,9 @@ class _Log:
         first = 0
         for part in self.parts:
             for index in range(first + len(part.lines) - 1, first - 1, -1):
-                if self.numbers[index] <= part.length - LAST_LINES:
+                if self.numbers[index] <= part.tail:
                     break
-                if _RAISED.match(self.lines[index]) and self.has_traceback(index):
+                if (index in self.raised or _RAISED.match(self.lines[index])) and self.has_traceback(index):
                     found.add(index)
                     break
             first += len(part.lines)
@@ -332,21 +620,64 @@ class _Log:
             if self.of[above] is not part or self.numbers[above] < number - TRACEBACK_MOST:
                 return False
             if "Traceback (most recent call last)" in self.lines[above]:
-                return not any("exit barrier" in line for line in self.lines[max(0, above - 1) : above + 1])
+                return not any(_IGNORED.search(line) for line in self.lines[max(0, above - 1) : above + 1])
         return False
+
+    def uncaught(self, index: int) -> bool:
+        """True when the line is an exception that ended its process: torch's mark of a rank says so, or where it stands."""
+        line = self.lines[index]
+        if _LAST_WORDS.match(line) or index in self.reasons or ("NCCL WARN" in line and self.near_failure(index)):
+            return True
+        led_to = index in self.raised or (_RAISED.match(line) is not None and self.has_traceback(index))
+        if not led_to or not (index in self.last_exceptions or self.near_failure(index)):
+            return False
+        mark = self.first_failures.get(id(self.of[index]))
+        return index in self.last_exceptions or mark is None or not _steps(self.of[index], self.numbers[index], mark)
+
+    def progressed(self, at: int, until: int) -> bool:
+        """True when so many steps stand between two places of one text that they were made between them."""
+        one, other = self.index(at), self.index(until)
+        same = self.of[one] is self.of[other]
+        return same and _steps(self.of[one], self.numbers[one], self.numbers[other]) > BUFFERED_STEPS
 
     @cached_property
     def succeeded(self) -> bool:
-        """True when a run came to its end; of our own ranks only the first tells its steps."""
-        return _SUCCEEDED.search(self.text) is not None or any(part.last_step for part in self.parts)
+        """True when a run came to its end; of our own ranks only the first tells its steps, of DeepSpeed's each says it."""
+        well = list(_SUCCEEDED.finditer(self.text))
+        exits = {match["pid"] for match in well if match["pid"]}
+        if exits and len(exits) == len(well) and set(_SPAWNED.findall(self.text)) - exits:
+            return False
+        return any(part.well for part in self.parts)
+
+    def before_success(self, at: int) -> bool:
+        """True when the text came to a good end after this place, or only another text tells of one."""
+        index = self.index(at)
+        return not self.of[index].well or self.numbers[index] <= self.of[index].well
 
     @cached_property
     def hosts(self) -> frozenset[str]:
         """Names of nodes the log is sure of."""
-        sure = [match["host"] for match in nccl_log.debug_lines(self.lines)]
-        sure += [block["host"] for block in self.blocks]
-        sure += [match.group(1) for match in _NODE_PREFIX.finditer(self.text) if not _NO_HOST.fullmatch(match.group(1))]
-        return frozenset(sure)
+        return frozenset(name for names in self.hosts_of.values() for name in names)
+
+    @cached_property
+    def hosts_of(self) -> dict[int, set[str]]:
+        """Id of a part -> the names of nodes it is sure of."""
+        found: dict[int, set[str]] = {id(part): set() for part in self.parts}
+        for part in self.parts:
+            found[id(part)].update(match["host"] for match in nccl_log.debug_lines(part.lines))
+        sure = [(block.start(), block["host"]) for block in self.blocks]
+        sure += [(match.start(), match.group(1)) for match in _NODE_PREFIX.finditer(self.text)]
+        sure += [(match.start(), match.group(1)) for match in _PDSH.finditer(self.text)]
+        for at, name in sure:
+            if not _NO_HOST.fullmatch(name):
+                found[id(self.of[self.index(at)])].add(name)
+        return found
+
+    @cached_property
+    def node_of_rank(self) -> dict[int, str]:
+        """Rank -> its node, from torchrun's and Slurm's words on those that failed."""
+        pairs = [(int(match["rank"]), match["node"]) for match in _SRUN_TASK.finditer(self.text)]
+        return {**dict(reversed(pairs)), **{int(block["rank"]): block["host"] for block in reversed(self.blocks)}}
 
     @cached_property
     def blocks(self) -> list[re.Match[str]]:
@@ -373,7 +704,39 @@ class _Log:
     def xids(self) -> list[tuple[int, Xid]]:
         """(place, Xid) of every line with one."""
         lines = [(start, line) for start, line in zip(self.starts, self.lines, strict=False) if "NVRM: Xid" in line]
-        return [(start, xid) for start, line in lines[:MOST_MATCHES] for xid in kernel_log.scan([line]).xids]
+        return [
+            (start, xid)
+            for start, line in lines[:MOST_MATCHES]
+            if not self.of_an_earlier_run(start)
+            for xid in kernel_log.scan([line]).xids
+        ]
+
+    @cached_property
+    def begins(self) -> Stamp | None:
+        """The first time in the texts that are not the kernel's, None where they tell none."""
+        if not self.timed:
+            return None
+        kernel = {id(part) for part, line in zip(self.of, self.lines, strict=True) if _KERNEL.search(line)}
+        stamps = [next(filter(None, part.stamps), None) for part in self.parts if id(part) not in kernel]
+        return min((stamp for stamp in stamps if stamp), default=None)
+
+    def of_an_earlier_run(self, at: int) -> bool:
+        """True when an event of the kernel is days older than the run."""
+        stamp = self.stamps[self.index(at)]
+        if stamp is None or self.begins is None:
+            return False
+        day, first = (one[0] * 31 + one[1] + one[2] / 24 for one in (stamp, self.begins))
+        return first - day > KERNEL_EARLIER_D
+
+    def is_ours(self, pid: int | None, name: str | None) -> bool:
+        """True when a process that the kernel names may be one of a training."""
+        return str(pid) in self.pids or not name or name.startswith("<") or _PROGRAM_NAME.match(name) is not None
+
+    @cached_property
+    def pids(self) -> frozenset[str]:
+        """Numbers of processes that others than the kernel name."""
+        told = (line for line in self.lines if ("pid" in line or "rocess" in line) and not _KERNEL.search(line))
+        return frozenset(number for line in told for number in re.findall(r"\b\d{2,9}\b", line))
 
     @cached_property
     def timeouts(self) -> list[_Timeout]:
@@ -409,7 +772,10 @@ class _Log:
 
     def rank_at(self, at: int) -> int | None:
         """Return the rank a place is of: its line or its text says so, or its process is known."""
-        rank = self.rank(self.line(at))
+        rank, whose = self.rank(self.line(at)), self.whose[self.index(at)]
+        if rank is None and whose is not None:
+            of_local = {int(block["rank"]) for block in self.blocks if int(block["local"]) == whose.local}
+            rank = whose.rank if whose.rank is not None else of_local.pop() if len(of_local) == 1 else None
         return self.source(at).rank if rank is None else rank
 
     def rank(self, line: str) -> int | None:
@@ -432,36 +798,54 @@ class _Log:
         return kernel.group(1) if kernel else None
 
 
-def _first(log: _Log, patterns: tuple[re.Pattern[str], ...]) -> _Found | None:
-    """Return the earliest match of the patterns, less torch's idle remarks; its named groups are the details."""
+def _first(log: _Log, patterns: tuple[re.Pattern[str], ...], *, uncaught: bool = False) -> _Found | None:
+    """Return the earliest match of the patterns, less torch's idle remarks; its named groups are the details.
+
+    `uncaught`: an exception that ended its process goes before one that may have been caught, or was a warning only.
+    """
+    if uncaught:
+        found = _earliest(log, patterns, lambda match: log.uncaught(log.index(match.start())))
+        if found is not None:
+            return found
+    found = _earliest(log, patterns, lambda match: True)
+    return found if found is None else replace(found, survived=uncaught)
+
+
+def _earliest(log: _Log, patterns: tuple[re.Pattern[str], ...], accept: Callable[[re.Match[str]], bool]) -> _Found | None:
     best: re.Match[str] | None = None
     for pattern in patterns:
-        for match in pattern.finditer(log.text, 0, best.start() if best else len(log.text)):
+        for match in islice(pattern.finditer(log.text, 0, best.start() if best else len(log.text)), MOST_MATCHES):
             line = log.line(match.start())
-            if not NOISE.search(line) and "exit barrier" not in line:
+            if not NOISE.search(line) and "exit barrier" not in line and accept(match):
                 best = match
                 break
     if best is None:
         return None
     details = {name: value.strip() for name, value in best.groupdict().items() if value and value.strip()}
-    gpu = details.pop("gpu", None)
-    return _Found(best.start(), details, gpu=int(gpu) if gpu else None)
+    gpu, rank, node = (details.pop(name, None) for name in ("gpu", "rank", "node"))
+    return _Found(best.start(), details, int(rank) if rank else None, node, int(gpu) if gpu else None)
 
 
 def _told(log: _Log, cause: Cause, found: Mapping[str, _Found]) -> LogCause:
     match = found[cause.kind]
-    line = log.line(match.at)
-    source = log.source(match.at)
-    node = match.node or log.node(line) or source.node
+    line, index = log.line(match.at), log.index(match.at)
+    source, whose = log.source(match.at), log.whose[index] or _Whose()
+    node = match.node or log.node(line) or whose.node or source.node
     rank = match.rank if match.rank is not None or not cause.of_a_rank else log.rank_at(match.at)
-    block = next(iter(log.blocks), None)
-    if block is not None and cause.of_a_rank:
-        if rank is None and node in (None, block["host"]):
-            rank = int(block["rank"])
-        node = node or next((one["host"] for one in log.blocks if int(one["rank"]) == rank), None)
-    if node is None and len(log.hosts) == 1:
-        (node,) = log.hosts
+    blocks = [block for block in log.blocks if log.of[log.index(block.start())] is log.of[index]]
+    if match.gpu is not None:
+        blocks = [block for block in blocks if int(block["local"]) == match.gpu]
+    block = next(iter(blocks), None)
+    if block is not None and cause.of_a_rank and rank is None and node in (None, block["host"]):
+        rank = int(block["rank"])
+    node = node or (log.node_of_rank.get(rank) if rank is not None else None)
+    if node is None and len(log.hosts_of[id(log.of[index])]) == 1:
+        (node,) = log.hosts_of[id(log.of[index])]
+    if index in log.reasons:
+        line = line.replace("NCCL WARN ", "", 1)
     where = {"node": node, "rank": rank, "gpu": match.gpu}
+    instead = (fix for (name, value), fix in cause.fix_if.items() if match.details.get(name) == value)
+    consequences, also = _others(log, cause, found)
     known = {**match.details, **{name: str(value) for name, value in where.items() if value is not None}}
     summary = next((text for template in cause.summary if (text := _filled(template, known)) is not None), cause.kind)
     quoted = {name: shlex.quote(value) for name, value in known.items()}
@@ -473,8 +857,9 @@ def _told(log: _Log, cause: Cause, found: Mapping[str, _Found]) -> LogCause:
         node=node,
         rank=rank,
         gpu=match.gpu,
-        consequences=tuple(_consequences(log, cause, found)),
-        fix=tuple(text for template in cause.fix if (text := _filled(template, quoted)) is not None),
+        consequences=consequences,
+        also=also,
+        fix=tuple(text for template in next(instead, cause.fix) if (text := _filled(template, quoted)) is not None),
         details=dict(match.details),
         source=source.name,
     )
@@ -488,18 +873,23 @@ def _filled(template: str, known: Mapping[str, str]) -> str | None:
     return re.sub(r"\{(\w+)\}", lambda match: known[match.group(1)], template)
 
 
-def _consequences(log: _Log, cause: Cause, found: Mapping[str, _Found]) -> Iterator[str]:
-    """Yield what else the log shows, in the order of the log: "collective-timeout: rank 0, 5"."""
+def _others(log: _Log, cause: Cause, found: Mapping[str, _Found]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what else the log shows, in its order: what this explains ("collective-timeout: rank 0, 5"), and the rest."""
     ranks = {"collective-timeout": {one.rank for one in log.timeouts}, "peer-gone": set(_left_alone(log))}
     own = found[cause.kind]
+    explained = {kind for kind, one in found.items() if _explains(log, found, cause.kind, kind) and one.survived <= own.survived}
     told = [(match.at, kind) for kind, match in found.items() if log.index(match.at) != log.index(own.at) or kind in ranks]
     told += [(at, f"Xid {xid.xid} on {xid.pci}") for at, xid in log.xids if at != own.at][:MOST_XIDS]
     several = len(log.parts) > 1
+    consequences, also = list[str](), list[str]()
     for at, what in sorted(told, key=lambda one: (log.order(one[0]), one[1])):
         if what != cause.kind:
             named = sorted(ranks.get(what, ()))
             place = f"{log.source(at).name}:{log.number(at)}" if several else f"line {log.number(at)}"
-            yield f"{what}: rank {', '.join(map(str, named))}" if named else f"{what} ({place})"
+            of_gpu = what.startswith("Xid") and cause.kind.startswith(("gpu-", "cuda-"))
+            row = f"{what}: rank {', '.join(map(str, named))}" if named else f"{what} ({place})"
+            (consequences if what in explained or of_gpu else also).append(row)
+    return tuple(consequences), tuple(also)
 
 
 # --------------------------------------------------------------------------- causes that need more than a pattern
@@ -527,10 +917,14 @@ def _fallen(log: _Log) -> _Found | None:
     return _Found(at, details, log.rank_at(crashed.at) if crashed else None, gpu=gpu)
 
 
-def _xid(log: _Log, numbers: frozenset[int]) -> _Found | None:
-    """Return the first Xid of these numbers; one that names an earlier Xid counts as that one."""
+_XID_NAME = re.compile(r"\bname='?(?P<name>[^,']{1,64})")
+
+
+def _xid(log: _Log, numbers: frozenset[int], *, ours: bool = False) -> _Found | None:
+    """Return the first Xid of these numbers; one that names an earlier Xid counts as that one. `ours`: of no other program."""
     for at, xid in log.xids:
-        if (xid.caused_by or xid.xid) in numbers:
+        name = _XID_NAME.search(log.line(at))
+        if (xid.caused_by or xid.xid) in numbers and (not ours or log.is_ours(xid.pid, name["name"] if name else None)):
             details = {"xid": str(xid.caused_by or xid.xid), "pci": xid.pci}
             rank = log.rank_of_pid.get(str(xid.pid)) if xid.pid is not None else None
             return _Found(at, details, rank)
@@ -540,7 +934,7 @@ def _xid(log: _Log, numbers: frozenset[int]) -> _Found | None:
 _ECC = (re.compile(r"uncorrectable ECC error encountered"),)
 _ILLEGAL = (
     re.compile(
-        r"CUDA error: (?P<error>an illegal memory access was encountered|misaligned address"
+        r"(?:CUDA error: |[Cc]uda failure (?:\d{1,4} )?')(?P<error>an illegal memory access was encountered|misaligned address"
         r"|an illegal instruction was encountered|operation not supported on global/shared address space)"
     ),
 )
@@ -551,30 +945,36 @@ def _hardware(log: _Log) -> _Found | None:
 
 
 def _program(log: _Log) -> _Found | None:
-    return (_first(log, _ILLEGAL) if log.failed else None) or _xid(log, PROGRAM)
+    return (_first(log, _ILLEGAL) if log.failed else None) or _xid(log, PROGRAM, ours=True)
 
 
 def _host_memory(log: _Log) -> _Found | None:
     for match in re.finditer(r"Killed process \d", log.text):
         line = log.line(match.start())
         for pid, name in kernel_log.scan([line]).oom_kills:
+            if log.of_an_earlier_run(match.start()) or not log.is_ours(pid, name):
+                continue
             size = re.search(r"anon-rss:(\d{1,15})kB", line)
             details = {"pid": str(pid), "process": name, **({"rss": f"{int(size.group(1)) / 2**20:.1f} GiB"} if size else {})}
             return _Found(match.start(), details, log.rank_of_pid.get(str(pid)))
-    return _first(log, _HOST_MEMORY)
+    return _first(log, (_SRUN_MEMORY,)) or _first(log, _HOST_MEMORY)
 
 
+_SRUN_MEMORY = re.compile(r"srun: error: (?P<node>[\w.\-]{1,255}): tasks? (?P<rank>\d{1,6})[\d,\-]{0,200}: Out Of Memory")
 _HOST_MEMORY = (
     re.compile(r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory).{0,80}"),
     re.compile(r"(?:OSError|MemoryError|RuntimeError): \[Errno 12\] Cannot allocate memory"),
     re.compile(r"^(?:\[rank\d+\]: )?(?:numpy\.\S*)?MemoryError\b", re.MULTILINE),
     re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pid>\d+)[^)]{0,80}\) (?:is|are) killed by signal: Killed"),
     re.compile(r"[Dd]etected \d+ oom[-_]kill event"),
+    re.compile(r"^terminate called after throwing an instance of 'std::bad_alloc'", re.MULTILINE),
+    re.compile(r"unable to mmap \d{1,20} bytes from file <.{0,200}?>: Cannot allocate memory \(12\)"),
 )
 
 _CONNECT = re.compile(
     r"NCCL WARN .{0,80}?[Cc]onnect (?:to )?(?P<address>[0-9A-Fa-f.:%\w]{3,60}?)<(?P<port>\d{1,5})> (?:failed|returned)"
-    r".{0,20}?(?P<error>Connection timed out|No route to host|Connection refused|Network is unreachable|Host is unreachable)"
+    r".{0,20}?(?P<error>Connection timed out|No route to host|Connection refused|Network is unreachable|Host is unreachable"
+    r"|Software caused connection abort)"
 )
 _CONNECT_OLD = re.compile(
     r"NCCL WARN Call to connect (?:timeout|failed) ?:? (?P<error>Connection timed out|No route to host|Connection refused)"
@@ -588,17 +988,22 @@ _GLOO = re.compile(
 
 _IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use|\(errno: 98\b")
 _LISTENING = re.compile(r"failed to (?:bind|listen)|[Ee]rrno:? 98\b|Error: ")
+_OF_STORE = re.compile(r"server socket|TCPStore|DistNetworkError|init_process_group|rendezvous")
 _PORT = re.compile(r"\bport: (\d{2,5})\b|failed to bind to \S{0,64}:(\d{2,5})\b")
 
 
 def _port_taken(log: _Log) -> _Found | None:
-    """Return the first try to listen at a port that another process has."""
+    """Return the first try to listen at a port that another process has: torch's, else of whatever else ended a process."""
+    found = None
     for match in islice(_IN_USE.finditer(log.text), MOST_MATCHES):
-        line = log.line(match.start())
+        line, index = log.line(match.start()), log.index(match.start())
         if _LISTENING.search(line):
             port = _PORT.search(line)
-            return _Found(match.start(), {"port": port.group(1) or port.group(2)} if port else {})
-    return None
+            told = _Found(match.start(), {"port": port.group(1) or port.group(2)} if port else {})
+            if _OF_STORE.search(line) or (log.failed and log.uncaught(index)):
+                return told
+            found = found or (replace(told, survived=True) if log.failed else None)
+    return found
 
 
 _NO_SPACE = re.compile(
@@ -611,13 +1016,39 @@ _OF_SHM = re.compile(r"/dev/shm|shared memory|posix_fallocate|torch_shm|/torch_\
 
 def _disk_full(log: _Log) -> _Found | None:
     """Return the first write that found no space, other than in /dev/shm: the errno is the same."""
+    caught = None
     for match in islice(_NO_SPACE.finditer(log.text), MOST_MATCHES):
         line = log.line(match.start())
         if not _OF_SHM.search(line):
             _, ours = next(_refusals(line), (0, {"culprit": ""}))
             path = match["path"] or match["culprit"] or (ours["culprit"] if ours["culprit"].startswith("/") else None)
-            return _Found(match.start(), {"path": path} if path else {})
-    return None
+            told = _Found(match.start(), {"path": path} if path else {})
+            if log.uncaught(log.index(match.start())):
+                return told
+            caught = caught or replace(told, survived=True)
+    return caught
+
+
+_NAMES = (
+    re.compile(r"IPv4 network addresses of \((?P<name>[^,()]{1,255}), ?\d+\) cannot be retrieved \(gai error"),
+    re.compile(r"ssh: Could not resolve hostname (?P<name>\S{1,255}):"),
+    re.compile(r"socket\.gaierror: \[Errno -\d+\]|Call to getaddrinfo .{0,40}failed"),
+)
+"""torch's, ssh's and Python's words for a name without an address."""
+
+
+def _no_name(log: _Log) -> _Found | None:
+    """Return the first name of a node that did not resolve: not that of a web server, which the next exceptions tell."""
+
+    def of_a_node(match: re.Match[str]) -> bool:
+        index = log.index(match.start())
+        followed = log.lines[index : index + CHAIN_MOST] if "gaierror" in match.group() else ()
+        return not any(OTHER_SERVICE.search(line) for line in followed)
+
+    found = _earliest(log, _NAMES, lambda match: of_a_node(match) and log.uncaught(log.index(match.start())))
+    if found is None and (found := _earliest(log, _NAMES, of_a_node)) is not None:
+        return replace(found, survived=True)
+    return found
 
 
 _HUNG_TASK = re.compile(r"INFO: task (?P<process>\S{1,64}):(?P<pid>\d{1,9}) blocked for more than \d{1,6} seconds")
@@ -689,12 +1120,16 @@ def _storage_silent(log: _Log) -> _Found | None:
 
 
 _NO_INTERFACE = (
-    re.compile(r"NCCL WARN (?:Bootstrap|NET/Socket) ?: [Nn]o socket interface found.{0,80}"),
+    re.compile(r"NCCL WARN (?:(?:Bootstrap|NET/Socket) ?: )?[Nn]o socket interface found.{0,80}"),
     re.compile(r"(?:ifa != nullptr\. |\] )?Unable to find address for: ?(?P<interface>\S{1,64})"),
 )
 """NCCL's and gloo's words for an interface the node does not have."""
 _GLOO_LOOP = re.compile(r"timed out connecting: SO_ERROR: .{1,60}?, remote=\[(?P<address>127\.[\d.]{5,11}|::1)\]:\d{1,5}")
 """gloo's contact over the loopback: the node's name resolves to it, or GLOO_SOCKET_IFNAME=lo."""
+_NCCL_LOOP = re.compile(
+    r"NCCL WARN .{0,80}?[Cc]onnect (?:to )?(?P<address>127\.[\d.]{5,11}|::1|172\.17\.0\.1)<\d{1,5}> (?:failed|returned)"
+)
+"""NCCL's over the loopback, or over the address that Docker gives its bridge on every node."""
 
 
 def _wrong_interface(log: _Log) -> _Found | None:
@@ -702,9 +1137,17 @@ def _wrong_interface(log: _Log) -> _Found | None:
     none = _first(log, _NO_INTERFACE)
     if none is not None:
         return none
-    looped = _first(log, (_GLOO_LOOP,))
+    unfit_one = _unfit_interface(log)
+    if unfit_one is not None:
+        return unfit_one
+    looped = _first(log, (_GLOO_LOOP,)) or _first(log, (_NCCL_LOOP,))
     if looped is not None:  # within one node it is a peer that died, which that peer's own log tells
         return looped if _raised(log) is None and _killed(log) is None else None
+    return None
+
+
+def _unfit_interface(log: _Log) -> _Found | None:
+    """Return NCCL's failed contact over an interface that its own log names."""
     if log.nccl is None:
         return None
     addresses: dict[str, set[str]] = {}
@@ -728,7 +1171,7 @@ def _wrong_interface(log: _Log) -> _Found | None:
 def _firewall(log: _Log) -> _Found | None:
     """Return the first contact that timed out: what refuses is a dead peer, what is silent is a firewall or a dead node."""
     matches = [*_CONNECT.finditer(log.text), *_CONNECT_OLD.finditer(log.text), *_GLOO.finditer(log.text)]
-    silent = [match for match in matches if match["error"] not in ("Connection refused",)]
+    silent = [match for match in matches if match["error"] not in ("Connection refused", "Software caused connection abort")]
     if not silent:
         return None
     first = min(silent, key=lambda match: match.start())
@@ -818,13 +1261,17 @@ def _out_of_step(log: _Log) -> _Found | None:
 
 
 _LOSS = re.compile(
-    r"(?<![\w.])(?:train[_ ])?loss['\"]?\s{0,3}[:=]\s{0,3}['\"]?(?P<loss>[+-]?(?:nan|inf|\d[\d.]{0,20}(?:e[+-]?\d+)?))(?![\w])",
+    r"(?<![\w.])(?<!best )(?<!min )(?<!lowest )"
+    r"(?:train[_ ])?loss['\"]?\s{0,3}[:=]\s{0,3}['\"]?(?P<loss>[+-]?(?:nan|inf|\d[\d.]{0,20}(?:e[+-]?\d+)?))(?![\w])",
     re.IGNORECASE,
 )
 _SCALE = re.compile(
     r"Current loss scale already at minimum|Minimum loss scale reached \([\d.e-]+\)"
     r"|[Ll]oss is (?:nan|NaN|inf), (?:stopping|aborting)"
 )
+
+
+_GRADIENT = re.compile(r"grad_norm['\"]?\s{0,3}[:=]\s{0,3}['\"]?(?P<norm>[+-]?(?:nan|inf|\d))", re.IGNORECASE)
 
 
 _NOT_FINITE = re.compile(
@@ -843,19 +1290,35 @@ def _nan_loss(log: _Log) -> _Found | None:
     for match in _LOSS.finditer(log.text):
         lost = match["loss"].lower().lstrip("+-") in ("nan", "inf")
         first = (first or match) if lost else None
-    places = [match.start() for match in (said, first) if match is not None]
+    gradient, steps = None, 0
+    for match in _GRADIENT.finditer(log.text):
+        steps = steps + 1 if match["norm"].lower().lstrip("+-") in ("nan", "inf") else 0
+        gradient = (gradient or match) if steps else None
+    if steps < LEAST_LOST_STEPS:
+        gradient = None
+    places = [match.start() for match in (said, first, gradient) if match is not None]
     if not places:
         return None
     precision = "fp16" if re.search(r"loss scale|OVERFLOW!", log.text) else None
-    return _Found(min(places), {"precision": precision} if precision else {})
+    of_gradients = {"gradients": "gradients"} if said is None and first is None else {}
+    return _Found(min(places), {**of_gradients, **({"precision": precision} if precision else {})})
 
 
 _RAISED = re.compile(
     r"^(?P<prefix>(?:[A-Za-z][\w.\-]{0,62}: )?(?:\[rank\d+\]: ?)?)"
-    r"(?P<error>(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,60}(?:Error|Exception|Exhausted))(?P<said>: .{0,300}|)$",
+    r"(?P<error>(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,60}(?:Error|Exception|Exhausted))(?P<said>: .{0,4000}|)$",
     re.MULTILINE,
 )
-_NOT_ITS_OWN = ("ChildFailedError", "DistBackendError", "CalledProcessError", "SignalException")
+_ANY_NAME = re.compile(
+    r"(?P<prefix>(?:[A-Za-z0-9][\w.\-]{0,62}: (?=\[rank|[\w.]{1,200}(?:: |$)))?(?:\[rank\d+\]: ?)?)"
+    r"(?P<error>[A-Za-z_][\w.]{0,300})(?P<said>:.{0,4000}|)$"
+)
+"""An exception of whatever name, in a line that ends a traceback."""
+_NOT_ITS_OWN = ("ChildFailedError", "DistBackendError", "SignalException", "KeyboardInterrupt", "SystemExit", "GeneratorExit")
+_OF_LAUNCHER = re.compile(
+    r"CalledProcessError: Command .{0,400}?(?:python|torchrun|deepspeed|accelerate|\bssh |hostname|\bbash\b|\bsh\b)"
+)
+"""What a launcher says whose program failed."""
 
 
 def _raised(log: _Log) -> _Found | None:
@@ -863,43 +1326,109 @@ def _raised(log: _Log) -> _Found | None:
     for at, told in _refusals(log.text):
         if _exit_code(log, at) not in (None, WRONG_INPUT) and not _NOT_FINITE.match(log.line(at)):
             return _Found(at, {"error": f"{told['culprit']}: {told['observed']}"[:300], "remedy": told["remedy"][:300]})
-    for match in islice(_RAISED.finditer(log.text), MOST_MATCHES):
-        line, index = match.group(), log.index(match.start())
-        if match["error"].rpartition(".")[2] in _NOT_ITS_OWN or CONSEQUENCE.search(line) or NOISE.search(line):
+    named = {log.index(match.start()) for match in islice(_RAISED.finditer(log.text), MOST_MATCHES)}
+    perhaps = None
+    for index in sorted(named | log.raised):
+        line = log.lines[index]
+        match = _RAISED.match(line) or _ANY_NAME.match(line)
+        if match is None or _not_why(line, match["error"].rpartition(".")[2]):
             continue
-        its_own = "[rank" in match["prefix"] or log.near_failure(index) or index in log.last_exceptions
-        if its_own and log.has_traceback(index):
-            return _Found(match.start(), {"error": f"{match['error'].rpartition('.')[2]}{match['said']}"[:200]})
-    return None
+        if index in log.raised or log.has_traceback(index):
+            found = _Found(log.starts[index], {"error": f"{match['error'].rpartition('.')[2]}{match['said']}"[:200]})
+            if log.uncaught(index):
+                return found
+            if perhaps is None and log.near_failure(index):
+                perhaps = replace(found, survived=True)
+    return perhaps
+
+
+def _not_why(line: str, name: str) -> bool:
+    """True when an exception only says that another process failed, or that somebody ended it."""
+    return name in _NOT_ITS_OWN or _OF_LAUNCHER.search(line) is not None or blames_peer(line) or NOISE.search(line) is not None
+
+
+_GLIBC = re.compile(
+    r"^(?:(?:free|malloc|realloc|munmap_chunk)\(\): .{1,80}|double free or corruption.{0,40}|corrupted .{1,60}"
+    r"|\*\*\* stack smashing detected \*\*\*|terminate called after throwing an instance of '[^']{1,200}')",
+    re.MULTILINE,
+)
+"""Why a program aborted, in the words of the C and C++ libraries."""
+
+
+def _first_block(log: _Log) -> _Found | None:
+    """Return the rank that torchrun saw fail first, unless it is, or may be, one that says itself that its peer went."""
+    block, gone = next(iter(log.blocks), None), _peer_gone(log)
+    if block is None or int(block["rank"]) in set(_left_alone(log)) or (gone is not None and gone.rank is None):
+        return None
+    code = int(block["code"])
+    said = _GLIBC.search(log.text) if code == -6 else None
+    error = said.group() if said else f"exit code {code}" + (f" ({SIGNALS[-code]})" if -code in SIGNALS else "")
+    return _Found(said.start() if said else block.start(), {"error": error[:200]}, int(block["rank"]), block["host"])
 
 
 _KILLED = re.compile(
     r"failed \(exitcode: -(?P<a>\d{1,2})\) local_rank: (?P<local>\d+)|exits with return code = -(?P<b>\d{1,2})\b"
     r"|Signal (?P<c>\d{1,2}) \(SIG\w+\) received by PID|died with <Signals\.SIG\w+: (?P<d>\d{1,2})>"
+    r"|mpirun noticed that process rank (?P<rank>\d{1,6}) with PID \d{1,9} on node (?P<node>\S{1,255}) exited on signal"
+    r" (?P<e>\d{1,2})"
+    r"|^\S{1,64} exited with code (?P<f>1[3-5]\d)\b"
+    r"|^(?:zsh: )?(?P<said>[Kk]illed)(?:$| {2,})|" + _SHELL_KILLED,
+    re.MULTILINE,
 )
+_SAID = {"killed": 9, "segmentation fault": 11, "bus error": 7, "floating point exception": 8, "aborted": 6, "terminated": 15}
+"""What shells and srun call the end by a signal."""
+_SHELL_BASE = 128
+"""A shell's, and Docker's, exit code of a process that a signal ended is this and the signal."""
 
 
 def _killed(log: _Log) -> _Found | None:
     """Return the first rank a signal ended, other than what follows from a failure: ABRT (a watchdog), TERM (the launcher)."""
-    for match in _KILLED.finditer(log.text):
-        number = int(next(group for name, group in match.groupdict().items() if group and name != "local"))
-        if number not in (6, 15):
-            block = next((one for one in log.blocks if int(one["code"]) == -number), None)
-            rank, node = (int(block["rank"]), block["host"]) if block is not None else (log.rank_at(match.start()), None)
-            return _Found(match.start(), {"signal": SIGNALS.get(number, f"signal {number}")}, rank, node)
-    return None
+    found = None
+    for match in (*_KILLED.finditer(log.text), *_SRUN_TASK.finditer(log.text)):
+        number, told = _signal(match), match.groupdict()
+        if number is None or number in (6, 15) or (found is not None and match.start() > found.at):
+            continue
+        block = next((one for one in log.blocks if int(one["code"]) == -number), None)
+        rank, node = (int(block["rank"]), block["host"]) if block is not None else (log.rank_at(match.start()), None)
+        rank, node = int(told["rank"]) if told.get("rank") else rank, told.get("node") or node
+        found = _Found(match.start(), {"signal": SIGNALS.get(number, f"signal {number}")}, rank, node)
+    return found
+
+
+def _signal(match: re.Match[str]) -> int | None:
+    """Return the signal that a launcher, a shell or srun tells, None for another end."""
+    told = {name: value for name, value in match.groupdict().items() if value and name not in ("local", "rank", "node")}
+    name, value = next(iter(told.items()), ("", ""))
+    if name == "f":
+        return int(value) - _SHELL_BASE if int(value) - _SHELL_BASE in SIGNALS else None
+    return int(value) if value.isdecimal() else _SAID.get(value.lower().removesuffix(" (core dumped)").strip())
 
 
 def _timed_out(log: _Log) -> _Found | None:
     timeouts = log.timeouts
     if not timeouts:
-        return None
+        return _first(log, (_DUMPED, _NO_ID))
     ranks = [one.rank for one in timeouts]
     world = log.nccl.nranks if log.nccl else None
     silent = sorted(set(range(world)) - set(ranks)) if world and world <= MOST_MATCHES and len(ranks) > 1 else []
     first = timeouts[0]
     details = {"operation": first.operation, "sequence": str(first.sequence), "ranks": ", ".join(map(str, sorted(ranks)[:16]))}
+    transports = log.nccl.transports if log.nccl else {}
+    if len(timeouts) > 1 and all(one.sequence == 1 for one in timeouts):
+        details["never"] = "without P2P" if transports and "P2P" not in transports else "perhaps P2P"
     return _Found(first.at, {**details, **({"silent": ", ".join(map(str, silent[:8]))} if silent else {})})
+
+
+_DUMPED = re.compile(
+    r"[Rr]eceived a dump signal due to a collective timeout from {1,2}(?:rank (?P<ranks>\d{1,6})|this local rank)"
+    r"|Heartbeat monitor timed out"
+)
+"""What torch says of a timeout whose own line is of another process, or never came: its watchdog itself hung."""
+_NO_ID = re.compile(
+    r"\[(?P<ranks>\d{1,6})\] is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<silent>\d{1,6})\]"
+    r".{0,200}?wait timeout after"
+)
+"""A rank that waited for the first one, which never came to this collective."""
 
 
 _PEER = re.compile(
@@ -913,20 +1442,32 @@ def _left_alone(log: _Log) -> Iterator[int]:
     """Yield the ranks that say their peer went."""
     for match in islice(_PEER.finditer(log.text), MOST_MATCHES):
         rank = log.rank_at(match.start())
-        if rank is not None:
+        if rank is not None and not OTHER_SERVICE.search(log.line(match.start())):
             yield rank
 
 
 def _peer_gone(log: _Log) -> _Found | None:
-    match = _PEER.search(log.text)
-    return None if match is None else _Found(match.start(), rank=log.rank_at(match.start()))
+    for match in islice(_PEER.finditer(log.text), MOST_MATCHES):
+        if not OTHER_SERVICE.search(log.line(match.start())):
+            return _Found(match.start(), rank=log.rank_at(match.start()))
+    return None
+
+
+_HARMLESS = re.compile(
+    r"Failed to open libibverbs|nvmlDeviceSetCpuAffinity|NET/Plugin|libnccl-net|CollNetPlugin|numa_balancing|NUMA auto balancing"
+    r"|iommu=pt"
+)
+"""What NCCL warns of at the start of runs that work."""
+_REASON_OF_NCCL = re.compile(r"NCCL WARN (?P<error>.{0,3900})")
 
 
 def _nccl_error(log: _Log) -> _Found | None:
     """Return NCCL's first warning that is no consequence, else torch's words about NCCL."""
-    for match in nccl_log.debug_lines(log.lines if "NCCL WARN" in log.text else ()):
-        if match["level"] == "WARN" and match["text"].strip() and not CONSEQUENCE.search(match["text"]):
-            return _Found(log.text.find(match.group()), {"error": match["text"].strip()[:200]})
+    for match in islice(_REASON_OF_NCCL.finditer(log.text), MOST_MATCHES):
+        error = match["error"].strip()
+        near = log.near_failure(log.index(match.start())) or not log.first_failures
+        if error and near and not blames_peer(error) and not _HARMLESS.search(error):
+            return _Found(match.start(), {"error": error[:200]})
     return _first(
         log,
         (
@@ -947,8 +1488,9 @@ class Cause:
     `find`: patterns, whose named groups become details, or a function of the log. `summary`: templates, the first whose names
     are all known is used, so the last has none. `fix`: templates; one whose names are not known is left out. `explains`: kinds
     that only follow from it; `explains_after`: when they come later in the log, too. `needs_failure`: means nothing in a log
-    without a mark of failure: it may have been survived. `of_a_rank`: torchrun's first failed rank is the one it happened to.
-    `source`: where it was seen.
+    without a mark of failure: it may have been survived. `survivable`: its words are an exception's, or a warning's: where it did
+    not end a process it steps behind what did. `of_a_rank`: torchrun's first failed rank is the one it happened to.
+    `fix_if`: (detail, value) -> the fix where that detail has that value. `source`: where it was seen.
     """
 
     kind: str
@@ -960,6 +1502,8 @@ class Cause:
     needs_failure: bool = False
     of_a_rank: bool = True
     explains_after: frozenset[str] = frozenset()
+    survivable: bool = False
+    fix_if: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def patterns(self) -> tuple[re.Pattern[str], ...]:
@@ -973,6 +1517,48 @@ def _words(*patterns: str) -> tuple[re.Pattern[str], ...]:
 
 _SIZE = r"[\d.]{1,12} (?:bytes|[KMGT]iB)"
 _PREFLIGHT = "r4090c preflight --nodes {node}"
+_GPU_MEMORY = _words(
+    rf"CUDA out of memory\. Tried to allocate (?P<tried>{_SIZE})\. GPU (?P<gpu>\d+) has a total capaci?ty of"
+    rf" (?P<total>{_SIZE}) of which (?P<free>{_SIZE}) is free"
+    rf"(?:.*?Of the allocated memory (?P<allocated>{_SIZE}) is allocated by PyTorch,"
+    rf" and (?P<reserved>{_SIZE}) is reserved)?",
+    rf"CUDA out of memory\. Tried to allocate (?P<tried>{_SIZE}) \(GPU (?P<gpu>\d+); (?P<total>{_SIZE}) total capacity;"
+    rf" (?P<allocated>{_SIZE}) already allocated; (?P<free>{_SIZE}) free",
+    r"(?:OutOfMemoryError|RuntimeError|AcceleratorError): CUDA (?:out of memory|(?:driver )?error: out of memory)",
+    r"CUBLAS_STATUS_ALLOC_FAILED|[Cc]uda failure (?:2 )?'out of memory'|Failed to CUDA (?:malloc|calloc) (?:async )?\d+ bytes",
+    r"^Error out of memory at line \d+ in file \S{1,200}",
+    r"^(?:\[rank\d+\]: ?)?train: .{1,300}?: auto: not even one sequence of \d{1,9} fits",
+)
+_HOLDER = re.compile(rf"Process (?P<holder>\d{{1,9}}) has (?P<held>{_SIZE}) memory in use")
+_OWN = re.compile(rf"this process has (?P<own>{_SIZE}) memory in use")
+
+
+def _gpu_memory(log: _Log) -> _Found | None:
+    """Return where a GPU ran out of memory, with the other process that holds more of it than this one, if there is one."""
+    found = _first(log, _GPU_MEMORY)
+    if found is None:
+        return None
+    line = log.line(found.at)
+    own = _OWN.search(line)  # torch that cannot tell its own pid, in a container, names itself as another
+    held = [(_gib(match["held"]), match) for match in _HOLDER.finditer(line)]
+    if own is None or not held:
+        return found
+    most, holder = max(held, key=lambda one: one[0])
+    return replace(found, details={**found.details, **holder.groupdict()}) if most > _gib(own["own"]) else found
+
+
+def _gib(size: str) -> float:
+    number, unit = size.split()
+    return float(number) * {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0, "TiB": 2.0**10}.get(unit, 2**-30)
+
+
+_GSP = (
+    "another driver, or NVreg_EnableGpuFirmware=0 with the proprietary one: its GSP firmware does not answer, mostly a bug",
+    "reboot the node: the card does not answer before that",
+    "when it is always the same card, under any driver: replace the card",
+    _PREFLIGHT,
+)
+"""open-gpu-kernel-modules 446: release notes of driver 525.105 name such a bug."""
 
 CAUSES: tuple[Cause, ...] = (
     Cause(
@@ -1003,6 +1589,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         "NVIDIA Xid catalogue",
         LATER | {"cuda-launch-failure", "cuda-illegal-access"},
+        fix_if={("xid", number): _GSP for number in ("119", "120")},
     ),
     Cause(
         "host-out-of-memory",
@@ -1022,23 +1609,15 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "cuda-out-of-memory",
-        _words(
-            rf"CUDA out of memory\. Tried to allocate (?P<tried>{_SIZE})\. GPU (?P<gpu>\d+) has a total capacity of"
-            rf" (?P<total>{_SIZE}) of which (?P<free>{_SIZE}) is free"
-            rf"(?:.*?Of the allocated memory (?P<allocated>{_SIZE}) is allocated by PyTorch,"
-            rf" and (?P<reserved>{_SIZE}) is reserved)?",
-            rf"CUDA out of memory\. Tried to allocate (?P<tried>{_SIZE}) \(GPU (?P<gpu>\d+); (?P<total>{_SIZE}) total capacity;"
-            rf" (?P<allocated>{_SIZE}) already allocated; (?P<free>{_SIZE}) free",
-            r"(?:OutOfMemoryError|RuntimeError): CUDA (?:out of memory|error: out of memory)",
-            r"CUBLAS_STATUS_ALLOC_FAILED|[Cc]uda failure (?:2 )?'out of memory'",
-            r"^(?:\[rank\d+\]: ?)?train: .{1,300}?: auto: not even one sequence of \d{1,9} fits",
-        ),
+        _gpu_memory,
         (
+            "GPU {gpu} ran out of memory: process {holder} holds {held} of its {total}, {tried} were asked for",
             "rank {rank} ran out of GPU memory on GPU {gpu}: it asked for {tried}, {free} of {total} were free",
             "GPU {gpu} ran out of memory: {tried} were asked for, {free} of {total} were free",
             "a GPU ran out of memory",
         ),
         (
+            "nvidia-smi on the node: process {holder} is on that GPU as well; end it by its pid if an earlier run left it",
             "a smaller micro batch, with gradient accumulation",
             "gradient checkpointing; a chunked cross-entropy where the logits are the peak",
             "a higher ZeRO stage or offload; r4090c plan RECIPE tells what fits in 24 GB",
@@ -1054,7 +1633,7 @@ CAUSES: tuple[Cause, ...] = (
             r"NCCL WARN .{0,60}shared memory segment (?P<path>/dev/shm)/\S+ \(size (?P<needed>\d+)\)",
             r"posix_fallocate failed ?: No space left on device",
             r"unable to (?:open|write to|allocate) (?:shared memory|file </torch_).{0,120}No space left on device",
-            r"out of shared memory|killed by signal: Bus error",
+            r"workers are out of shared memory|killed by signal: Bus error",
             r"No space left on device(?: \(28\))?:? '?(?P<path>/dev/shm)/",
         ),
         ("/dev/shm is too small: {needed} bytes more were asked for", "/dev/shm is too small"),
@@ -1102,6 +1681,7 @@ CAUSES: tuple[Cause, ...] = (
         ("mount it anew (umount -l, mount), after the server exports it again", "r4090c preflight"),
         "errno 5, 30, 107, 116",
         needs_failure=True,
+        survivable=True,
     ),
     Cause(
         "no-permission",
@@ -1113,6 +1693,7 @@ CAUSES: tuple[Cause, ...] = (
         ("chown or chmod it for the training user; over NFS root is mapped to nobody (root_squash)", _PREFLIGHT),
         "errno 13",
         needs_failure=True,
+        survivable=True,
     ),
     Cause(
         "port-taken",
@@ -1130,11 +1711,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "name-not-resolved",
-        _words(
-            r"IPv4 network addresses of \((?P<name>[^,()]{1,255}), ?\d+\) cannot be retrieved \(gai error",
-            r"ssh: Could not resolve hostname (?P<name>\S{1,255}):",
-            r"socket\.gaierror: \[Errno -\d+\]|Call to getaddrinfo .{0,40}failed",
-        ),
+        _no_name,
         ("the name {name} does not resolve", "a node's name does not resolve"),
         ("put every node's name into /etc/hosts of every node, with its address on the data network", "r4090c preflight"),
         "pytorch issues 150532, 73656",
@@ -1232,17 +1809,18 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "too-many-open-files",
-        _words(r"\[Errno 24\] Too many open files|NCCL WARN .{0,80}Too many open files|received 0 items of ancdata"),
+        _words(r"Too many open files|received 0 items of ancdata"),
         ("the limit of open files was reached",),
         ("ulimit -n 1048576 for the training user (/etc/security/limits.d)", _PREFLIGHT),
         "errno 24; torch's data loader",
         needs_failure=True,
+        survivable=True,
     ),
     Cause(
         "master-unreachable",
         _words(
-            r"client socket has timed out after \d+ ?m?s(?:econds)? while trying to connect to "
-            r"\((?P<address>[^,()]{1,255}), ?(?P<port>\d+)\)"
+            r"client socket has (?:timed out after \d+ ?m?s(?:econds)? while trying to connect to |failed to connect to any"
+            r" network address of )\((?P<address>[^,()]{1,255}), ?(?P<port>\d+)\)"
         ),
         ("{address}:{port}, where the ranks meet, did not answer", "the node where the ranks meet did not answer"),
         (
@@ -1283,6 +1861,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         "DeepSpeed 4907, 579",
         of_a_rank=False,
+        needs_failure=True,
     ),
     Cause(
         "rtx40-refused",
@@ -1296,8 +1875,11 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "p2p-mapping-failed",
-        _words(r"mapping of buffer object failed|cudaErrorMapBufferObjectFailed"),
-        ("peer access could not map the other GPU's memory: its BAR1 is too small",),
+        _words(
+            r"mapping of buffer object failed|cudaErrorMapBufferObjectFailed",
+            r"(?P<error>peer access is not supported between these two devices)",
+        ),
+        ("NCCL was told to use peer access: {error}", "peer access could not map the other GPU's memory: its BAR1 is too small"),
         ("NCCL_P2P_DISABLE=1", "or in the BIOS: Above 4G Decoding and Resizable BAR, then nvidia-smi -q shows BAR1 >= 32 GiB"),
         "tinygrad/open-gpu-kernel-modules 42, 44",
     ),
@@ -1315,10 +1897,11 @@ CAUSES: tuple[Cause, ...] = (
         ("are there as many GPUs as ranks on the node? nvidia-smi -L; CUDA_VISIBLE_DEVICES", _PREFLIGHT),
         "CUDA runtime",
         needs_failure=True,
+        survivable=True,
     ),
     Cause(
         "driver-mismatch",
-        _words(r"Driver/library version mismatch"),
+        _words(r"Driver/library version mismatch|Error 803: system has unsupported display driver"),
         ("the loaded NVIDIA kernel module and the installed library differ",),
         ("reboot the node, or reload the module: rmmod nvidia_uvm nvidia && modprobe nvidia", _PREFLIGHT),
         "NVML",
@@ -1337,15 +1920,19 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "torch-without-this-gpu",
-        _words(r"CUDA error: no kernel image is available for execution on the device"),
-        ("this torch, or an extension, was not built for this GPU (sm_89)",),
+        _words(
+            r"CUDA error: no kernel image is available for execution on the device",
+            r"(?P<built>Torch not compiled with CUDA enabled)",
+        ),
+        ("this torch was built without CUDA: {built}", "this torch, or an extension, was not built for this GPU (sm_89)"),
         ("a torch whose torch.cuda.get_arch_list() has sm_89; extensions built anew with TORCH_CUDA_ARCH_LIST=8.9",),
         "CUDA runtime",
         needs_failure=True,
+        survivable=True,
     ),
     Cause(
         "cuda-assert",
-        _words(r"CUDA error: device-side assert triggered", r"Assertion `.{1,80}` failed\.$"),
+        _words(r"(?:CUDA error: |[Cc]uda failure (?:\d{1,4} )?')device-side assert triggered", r"Assertion `.{1,80}` failed\.$"),
         ("an index was out of range on a GPU of rank {rank}", "an index was out of range on a GPU"),
         (
             "token ids, labels or positions beyond the model's size: compare the tokenizer's length with the embedding's",
@@ -1372,10 +1959,22 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "cuda-launch-failure",
-        _words(r"CUDA error: (?P<error>unspecified launch failure|unknown error|the launch timed out and was terminated)"),
+        _words(
+            r"(?:CUDA error: |[Cc]uda failure (?:\d{1,4} )?')"
+            r"(?P<error>unspecified launch failure|unknown error|the launch timed out and was terminated"
+            r"|CUDA-capable device\(s\) is/are busy or unavailable)",
+            r"Error: (?P<error>CUDA unknown error) - this may be due to",
+        ),
         ("a GPU of rank {rank} stopped working: {error}", "a GPU stopped working: {error}"),
         ("look for an Xid at that time: dmesg -T | grep -i xid", _PREFLIGHT),
-        "CUDA error 719, 999",
+        "CUDA error 719, 999; 46",
+        fix_if={
+            ("error", "CUDA-capable device(s) is/are busy or unavailable"): (
+                "nvidia-smi -q -d COMPUTE: in mode Exclusive_Process one program has the card; nvidia-smi shows which",
+                "when no program is on it: reset it or reboot the node",
+                _PREFLIGHT,
+            )
+        },
     ),
     Cause(
         "nccl-version-mismatch",
@@ -1414,26 +2013,42 @@ CAUSES: tuple[Cause, ...] = (
         ),
         "DeepSpeed op builder",
         needs_failure=True,
+        survivable=True,
     ),
     Cause(
         "compiler-missing",
         _words(
             r"CUDA_HOME (?:environment variable is not set|does not exist)|Ninja is required to load C\+\+ extensions"
-            r"|Error building extension '(?P<name>\w+)'"
+            r"|Error building extension '(?P<name>\w+)'|Failed to find C compiler",
+            r"fatal error: Python\.h: No such file or directory|/ld: cannot find -l\S{1,80}",
         ),
         ("the extension {name} could not be compiled", "an extension of torch or DeepSpeed could not be compiled"),
-        ("install nvcc of torch's CUDA version, g++ and ninja on every node", _PREFLIGHT),
+        (
+            "install nvcc of torch's CUDA version, g++ and ninja on every node",
+            "Triton needs gcc, Python.h (python3-dev) and libcuda.so where the linker looks (ldconfig -p | grep libcuda)",
+            _PREFLIGHT,
+        ),
         "DeepSpeed op builder",
         needs_failure=True,
+        survivable=True,
     ),
     Cause(
         "launcher-missing",
         _words(
             r"launcher '(?P<name>\w+)' not installed",
             r"FileNotFoundError: \[Errno 2\] No such file or directory: '(?P<name>numactl|pdsh|ssh|mpirun|nvcc|ninja)'",
+            r"^(?:\S{1,64}: )?(?:ba)?sh: (?:line \d{1,6}: )?(?P<name>"
+            r"(?:/\S{0,300}/)?(?:python[\d.]{0,6}|torchrun|deepspeed|numactl)): (?:No such file or directory|command not found)",
         ),
-        ("the program {name} is not installed", "a program of the launcher is not installed"),
-        ("install it on the node you start from, or start with r4090c launch, which needs none",),
+        (
+            "the program {name} is not there on {node}",
+            "the program {name} is not installed",
+            "a program of the launcher is not installed",
+        ),
+        (
+            "install it on the node you start from, or start with r4090c launch, which needs none",
+            "the same Python environment at the same path on all nodes: r4090c provision",
+        ),
         "DeepSpeed 1603",
     ),
     Cause(
@@ -1442,6 +2057,7 @@ CAUSES: tuple[Cause, ...] = (
             r"ModuleNotFoundError: No module named '(?P<name>[\w.]{1,100})'",
             r"^(?:\[rank\d+\]: ?)?train: .{1,300}?: cannot import (?P<name>[\w.]{1,100})\b",
             r"ImportError: (?P<name>lib[\w.+\-]{1,80}): cannot open shared object file",
+            r"ImportError: .{1,200}? the package (?P<name>\w{1,60}) seems to be not installed",
         ),
         (
             "the library {name} is missing on {node}",
@@ -1451,6 +2067,28 @@ CAUSES: tuple[Cause, ...] = (
         ("the same Python environment on all nodes: r4090c provision", "pip install the package that has {name}, on every node"),
         "Python",
         needs_failure=True,
+        survivable=True,
+    ),
+    Cause(
+        "library-mismatch",
+        _words(
+            r"ImportError: (?P<name>/\S{1,300}?\.so\S{0,20}): undefined symbol: \S{1,300}",
+            r"ImportError: .{0,300}?(?P<version>(?:GLIBCXX|GLIBC|CXXABI)_[\d.]{1,12})' not found"
+            r"(?: \(required by (?P<name>/\S{1,300})\))?",
+        ),
+        (
+            "{name} needs {version}, which the C or C++ library of {node} does not have",
+            "{name} was built for another torch than the one that is there",
+            "a library was built for another one than is there",
+        ),
+        (
+            "install or compile it anew with the torch that is there: pip install --force-reinstall --no-build-isolation",
+            "of torch's and DeepSpeed's own: rm -r ~/.cache/torch_extensions, so that they are compiled again on that node",
+            "the same Python environment on all nodes: r4090c provision",
+        ),
+        "flash-attention; torch's extensions",
+        needs_failure=True,
+        survivable=True,
     ),
     Cause(
         "wrong-input",
@@ -1475,14 +2113,24 @@ CAUSES: tuple[Cause, ...] = (
             r"OSError: Error no file named .{1,200} found in directory (?P<name>/\S{1,300}?)\.?$",
             r"OSError: We couldn't connect to 'https://huggingface\.co' to load th.{1,200}",
             r"SafetensorError: Error while deserializing header: .{1,60}",
+            r"OSError: You are trying to access a (?P<access>gated) repo|GatedRepoError",
+            r"OSError: Incorrect path_or_model_id: '(?P<name>[^']{1,300})'",
+            r"HFValidationError: .{1,120}?: '(?P<name>/[^']{1,300})'",
+            r"PytorchStreamReader failed .{1,100}",
         ),
-        ("the files of the model {name} are not there", "the files of the model are not there, or damaged"),
         (
+            "the model is {access}: this account has not been given access to it",
+            "the files of the model {name} are not there",
+            "the files of the model are not there, or damaged",
+        ),
+        (
+            "of a {access} model: accept its licence on its page, and HF_TOKEN of that account on every node",
             "copy the model to the shared folder, and give its path; a file of some bytes is a git-lfs pointer, no weights",
             "offline nodes: HF_HUB_OFFLINE=1, with the model in HF_HOME",
         ),
         "transformers, safetensors",
         needs_failure=True,
+        survivable=True,
     ),
     Cause(
         "no-file-locks",
@@ -1494,6 +2142,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         "datasets 2618, 1672; errno 37",
         needs_failure=True,
+        survivable=True,
     ),
     Cause(
         "checkpoint-folder-race",
@@ -1508,6 +2157,7 @@ CAUSES: tuple[Cause, ...] = (
         ("let rank 0 make the folder, and the others wait (a barrier)", "make the folder before the run begins"),
         "DeepSpeed pull request 4536; OLMo 894",
         needs_failure=True,
+        survivable=True,
     ),
     Cause(
         "storage-hung",
@@ -1563,15 +2213,16 @@ CAUSES: tuple[Cause, ...] = (
         _words(
             r"SignalException: Process \d+ got signal: (?P<signal>\d+)",
             r"CANCELLED AT \S{1,40} \*\*\*",
-            r"^(?:\[rank\d+\]: ?)?KeyboardInterrupt$",
+            r"^(?:\[rank\d+\]: ?)?KeyboardInterrupt$|process received (?P<name>SIGINT), exiting",
         ),
         ("the run was ended from outside (signal {signal})", "the run was ended from outside"),
-        ("signal 1 is a closed terminal: start it detached (r4090c launch, tmux, nohup)",),
+        ("who ended it: Ctrl-C, kill, scancel or a node that shut down; journalctl of that time",),
         "torchrun, Slurm; as launch.diagnose names it",
         frozenset(),
         of_a_rank=False,
         explains_after=LATER,
         needs_failure=True,
+        fix_if={("signal", "1"): ("signal 1 is a closed terminal: start it detached (r4090c launch, tmux, nohup)",)},
     ),
     Cause(
         "false-p2p-grant",
@@ -1611,6 +2262,7 @@ CAUSES: tuple[Cause, ...] = (
         _nan_loss,
         (
             "{observed}",
+            "the {gradients} left the numbers (NaN or infinity) and never came back",
             "the loss left the numbers (NaN or infinity) in {precision}",
             "the loss left the numbers (NaN or infinity)",
         ),
@@ -1635,11 +2287,27 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "rank-killed",
         _killed,
-        ("rank {rank} on {node} was killed by {signal}", "a rank was killed by {signal}"),
+        (
+            "rank {rank} on {node} was killed by {signal}",
+            "rank {rank} was killed by {signal}",
+            "a rank was killed by {signal}",
+        ),
         ("the kernel log tells whether it was for want of memory: journalctl -k -n 50", _PREFLIGHT),
-        "torchrun, DeepSpeed",
+        "torchrun, DeepSpeed; shells, docker, mpirun, srun",
         COMMUNICATION,
         needs_failure=True,
+        fix_if={
+            ("signal", "SIGSEGV"): (
+                "python -X faulthandler shows where: mostly native code, an extension built for another torch",
+                "when it is another place or node each time: test the memory of the node; look at its kernel log",
+                _PREFLIGHT,
+            ),
+            ("signal", "SIGBUS"): (
+                "/dev/shm is full (df -h /dev/shm), or a file that is mapped was cut, or its storage failed",
+                "in a container: --shm-size=16g, or --ipc=host",
+                _PREFLIGHT,
+            ),
+        },
     ),
     Cause(
         "nccl-error",
@@ -1656,6 +2324,9 @@ CAUSES: tuple[Cause, ...] = (
         (
             "ranks {ranks} waited in vain for rank {silent} in {operation} (number {sequence})",
             "ranks {ranks} waited in vain in {operation} (number {sequence}); which one kept them waiting the log does not tell",
+            "rank {ranks} waited in vain for rank {silent} to set up a communicator",
+            "rank {ranks} waited in vain in a collective; which one kept it waiting the log does not tell",
+            "a collective timed out, or the watchdog of torch hung; which rank kept the others waiting the log does not tell",
         ),
         (
             "which rank is stuck: py-spy dump on each, or NCCL's RAS (echo status | nc localhost 28028)",
@@ -1665,13 +2336,24 @@ CAUSES: tuple[Cause, ...] = (
         frozenset({"peer-gone"}),
         needs_failure=True,
         of_a_rank=False,
+        fix_if={
+            ("never", "perhaps P2P"): (
+                "NCCL_P2P_DISABLE=1: no collective ever completed, as with a driver that grants P2P which does not work",
+                "r4090c preflight tests peer access between the GPUs, and ports between the nodes",
+                "NCCL_DEBUG=INFO tells the interface and the transports",
+            ),
+            ("never", "without P2P"): (
+                "r4090c preflight tests ports between the nodes and peer access: no collective ever completed",
+                "NCCL_DEBUG=INFO tells the interface and the transports",
+            ),
+        },
     ),
     Cause(
         "peer-gone",
         _peer_gone,
         ("a peer of rank {rank} went first: this log does not tell why", "a peer went first: this log does not tell why"),
         ("look into the logs of the other ranks and nodes for the first error",),
-        "launch.causes.CONSEQUENCE",
+        "launch.causes.blames_peer",
         frozenset(),
         needs_failure=True,
         of_a_rank=False,

@@ -208,6 +208,7 @@ class Supervisor:
             "run_id": self.plan.run_id,
             "node": node.name,
             "attempt": self.plan.attempt,
+            "begun": self._token is not None or self._views[node.name].state is not None,
             "files": list(files.values()),
         }
         if node.node_rank == 0:
@@ -377,12 +378,19 @@ class Supervisor:
         return [name for name, view in self._views.items() if self._token is not None or view.state is not None]
 
     def _write_diagnosis(self, cause: Cause) -> None:
-        """Keep the cause in the run folder, by the first node that can write it."""
+        """Keep the cause in the run folder, by the first node that can write it.
+
+        Where no agent told an end, whoever supervised meanwhile may know more: then what is there stays.
+        """
+        guessed = all(view.outcome is None for view in self._views.values())
         text = json.dumps({"schema": "r4090c.diagnosis/1", "attempt": self.plan.attempt, **asdict(cause)}, indent=1)
         for name in self._reachable():
             try:
+                shell = self.fleet.shell(name)
+                if guessed and shell.run(["test", "-e", str(self.paths.attempt_diagnosis(self.plan.attempt))]).rc == 0:
+                    return
                 for path in (self.paths.diagnosis, self.paths.attempt_diagnosis(self.plan.attempt)):
-                    self.fleet.shell(name).put(str(path), text.encode(), timeout_s=10)
+                    shell.put(str(path), text.encode(), timeout_s=10)
                 return
             except NodeError:
                 continue

@@ -94,7 +94,33 @@ def test_a_healthy_log_has_no_cause(name: str, tmp_path: Path, capsys: pytest.Ca
     code, output, _ = diagnose(capsys, tmp_path / "a.log")
     assert (code, output.partition(":")[0]) in ((0, "no cause"), (3, "not known"))
     (tmp_path / "a.log").write_text(TRAINER + HEALTHY[name] + "\n{'train_runtime': 9.0, 'epoch': 1.0}\n")
-    assert diagnose(capsys, tmp_path / "a.log")[:2] == (0, "no cause: it ended well\n")
+    code, output, _ = diagnose(capsys, tmp_path / "a.log")
+    assert (code, output.partition("\n")[0]) == (0, "no cause: it ended well")
+
+
+def test_earlier_attempts_in_the_same_log_are_told_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = RANK0.format("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB.") + TORCHRUN
+    again = "$ torchrun train.py --micro 1\n" + TRAINER
+    (tmp_path / "a.log").write_text(memory + again + "{'train_runtime': 9.0}\n")
+    code, output, _ = diagnose(capsys, tmp_path / "a.log")
+    assert code == 0
+    assert output.startswith(
+        f"no cause: it ended well\nearlier   an earlier attempt, from line 1 of {tmp_path / 'a.log'}: cuda-out-of-"
+    )
+    (tmp_path / "a.log").write_text(memory + again)
+    assert diagnose(capsys, tmp_path / "a.log")[0] == 3
+    (tmp_path / "a.log").write_text(memory + again + RANK0.format("KeyError: 'labels'"))
+    told = told_json(capsys, tmp_path / "a.log")
+    assert (told["kind"], told["line"], told["explains"]) == ("rank-failed", memory.count("\n") + 54, [])
+    assert "cuda-out-of-memory" in told["earlier"][0]
+
+
+def test_what_a_cause_does_not_explain_is_not_said_to_follow_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warned = "[WARNING] no flash_attn, using sdpa: ModuleNotFoundError: No module named 'flash_attn'\n"
+    (tmp_path / "a.log").write_text(warned + TRAINER + RANK0.format("KeyError: 'labels'") + PEER.format(rank=1) + TORCHRUN)
+    told = told_json(capsys, tmp_path / "a.log")
+    assert (told["kind"], told["explains"], told["also"]) == ("rank-failed", ["peer-gone: rank 1"], ["module-missing (line 1)"])
+    assert "\nalso      module-missing (line 1)\n" in diagnose(capsys, tmp_path / "a.log")[1]
 
 
 def test_our_own_first_rank_tells_its_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

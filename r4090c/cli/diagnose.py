@@ -49,6 +49,8 @@ class Answer:
     line: int | None = None
     evidence: str = ""
     explains: Sequence[str] = ()
+    also: Sequence[str] = ()
+    earlier: Sequence[str] = ()
     fix: Sequence[str] = ()
     next_command: str = ""
     details: dict[str, str] = field(default_factory=dict)
@@ -117,18 +119,20 @@ def _of_logs(what: Sequence[str]) -> Answer:
             line=cause.line_number,
             evidence=cause.evidence,
             explains=cause.consequences,
+            also=cause.also,
+            earlier=found.earlier,
             fix=cause.fix,
             next_command=cause.fix[0] if cause.fix else "",
             details=dict(cause.details),
         )
     if found.ended_well:
-        return Answer("healthy", "it ended well", about)
+        return Answer("healthy", "it ended well", about, earlier=found.earlier)
     empty = not any(source.text.strip() for source in sources)
     why = "nothing is written there" if empty else "no line names a cause, and none tells that it ended well"
     more = (
         "it may be cut, still be written, or have been killed from outside: give the logs of all ranks, and the kernel's (dmesg)"
     )
-    return Answer("unknown", f"{why}; {more}", about)
+    return Answer("unknown", f"{why}; {more}", about, earlier=found.earlier)
 
 
 def _is_there(name: str) -> bool:
@@ -268,7 +272,7 @@ def _print_json(answer: Answer) -> None:
             "why": answer.why or None,
             **answer.about,
             **{name: getattr(answer, name) for name in ("kind", "node", "rank", "gpu", "summary", "file", "line", "evidence")},
-            **{name: getattr(answer, name) for name in ("explains", "fix", "next_command", "details")},
+            **{name: getattr(answer, name) for name in ("explains", "also", "earlier", "fix", "next_command", "details")},
             "mends": mends,
             "mends_why": why,
         }
@@ -279,6 +283,7 @@ def _print(answer: Answer) -> None:
     if answer.kind is None:
         told = {"unknown": ("not known", "yellow")}.get(answer.verdict, ("no cause", "green"))
         click.echo(f"{styled(told[0], fg=told[1], bold=True)}: {pasteable(_plain(answer.why))}")
+        _row("earlier", map(_plain, answer.earlier))
         return
     from launch.diagnose import why_mends
 
@@ -296,8 +301,10 @@ def _print(answer: Answer) -> None:
         "proof",
         [_plain(place), *map(_plain, answer.evidence.splitlines())] if place else map(_plain, answer.evidence.splitlines()),
     )
-    more = len(answer.explains) - EXPLAINED_SHOWN
-    _row("explains", [*map(_plain, answer.explains[:EXPLAINED_SHOWN]), *([f"and {more} more"] if more > 0 else [])])
+    for name, shown in (("explains", answer.explains), ("also", answer.also)):
+        more = len(shown) - EXPLAINED_SHOWN
+        _row(name, [*map(_plain, shown[:EXPLAINED_SHOWN]), *([f"and {more} more"] if more > 0 else [])])
+    _row("earlier", map(_plain, answer.earlier))
     _row("fix", [pasteable(_plain(one)) for one in answer.fix])
     _row("again", [f"{again}: {why}"])
 

@@ -604,3 +604,32 @@ def test_who_was_named_and_never_came_is_not_waited_for(tmp_path: Path) -> None:
     os.utime(path, (time.time() - agent.NAMED_S - 1,) * 2)
     other = {"id": "b", "who": "sam"}
     assert agent.Claim(str(tmp_path), other).holder() == other
+
+
+def test_who_cannot_write_its_name_has_the_lock_all_the_same(tmp_path: Path) -> None:
+    """A full /tmp: whoever supervised before is gone, though its name still stands there."""
+    path = tmp_path / agent.SUPERVISOR
+    path.write_text(json.dumps({"id": "a", "who": "kim"}))
+    in_the_way = tmp_path / (agent.SUPERVISOR + ".tmp")
+    in_the_way.mkdir()
+    me = {"id": "b", "who": "sam"}
+    claim, other = agent.Claim(str(tmp_path), me), agent.Claim(str(tmp_path), {"id": "c", "who": "lee"})
+    assert claim.holder() == me
+    assert other.holder() != {"id": "c", "who": "lee"}, "the lock is held"
+    in_the_way.rmdir()
+    assert claim.holder() == me and json.loads(path.read_text()) == me, "it is told as soon as there is room"
+    assert other.holder() == me
+    claim.let_go()
+    assert other.holder() == {"id": "c", "who": "lee"}
+
+
+def test_the_lock_of_an_attempt_that_has_not_begun_is_for_whom_its_start_names(tmp_path: Path) -> None:
+    me, other = {"id": "a", "who": "kim"}, {"id": "b", "who": "sam"}
+    looker, first = agent.Claim(str(tmp_path), other), agent.Claim(str(tmp_path), me)
+    assert looker.holder(begun=False) is None, "nobody is named yet"
+    (tmp_path / agent.SUPERVISOR).write_text(json.dumps({**me, "expected": True}))
+    named = looker.holder(begun=False)
+    assert named is not None and named["who"] == "kim"
+    assert first.holder(begun=False) == me
+    assert looker.holder() == me
+    first.let_go()

@@ -146,7 +146,7 @@ def test_who_looks_on_decides_when_the_supervisor_is_frozen(lab: Lab, tmp_path: 
     with trial(lab, BY_ID["rank"], tmp_path, steps=60) as one, contextlib.ExitStack() as waking:
         one.launch()
         one.wait_for_step(STRIKE_AT)
-        sleeper, told = one.scene.launcher, one.errors[:]
+        sleeper, told = one.scene.launcher, one.errors
         assert sleeper is not None
         os.kill(sleeper.pid, signal.SIGSTOP)
         waking.callback(sleeper.kill)
@@ -164,8 +164,9 @@ def test_who_looks_on_decides_when_the_supervisor_is_frozen(lab: Lab, tmp_path: 
         assert found.cause is not None and (found.cause["kind"], found.cause["rank"]) == ("rank-killed", 1), said
         os.kill(sleeper.pid, signal.SIGCONT)
         assert sleeper.wait(60) in (0, 1), told
+        assert one._cause() == found.cause, "what was found out meanwhile stays"
         assert jobs(one)["state"] == "done"
-        assert one.finish().attempts == 2, "the one that woke starts nothing"
+        assert one.finish().attempts == 2, told
         assert steps(one) == list(range(1, one.steps + 1))
         assert left_behind(lab) == []
 
