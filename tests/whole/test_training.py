@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -139,13 +140,19 @@ def test_another_world_size_cannot_resume_where_the_recipe_says_so(lab4: Lab, st
 
 
 def test_a_resume_that_the_ranks_refuse_does_not_change_the_run(lab4: Lab, state: Path, two_nodes: dict[str, Any]) -> None:
-    kept = (Path(two_nodes["run_dir"]) / "recipe.json").read_text()
-    words = ("launch", "--resume", two_nodes["run_id"], "--set", "steps=99", "--set", "data.max_mib=0.05")
+    """On a copy of the run: the other tests of this file, in any order, see it as it was."""
+    run_id = f"{two_nodes['run_id']}0"
+    folder = Path(two_nodes["run_dir"]).with_name(run_id)
+    shutil.copytree(two_nodes["run_dir"], folder)
+    plan = folder / "plan.json"
+    plan.write_text(plan.read_text().replace(two_nodes["run_id"], run_id))
+    kept = (folder / "recipe.json").read_text()
+    words = ("launch", "--resume", run_id, "--set", "steps=99", "--set", "data.max_mib=0.05")
     code, _, errors = cli.run(*words, "--cluster", str(lab4.cluster_file), state=state)
     assert code == 1 and "this run has data" in errors
     assert "not started again: that would not help" in errors
-    assert (Path(two_nodes["run_dir"]) / "recipe.json").read_text() == kept
-    tried = json.loads((Path(two_nodes["run_dir"]) / "attempt_2" / "recipe.json").read_text())
+    assert (folder / "recipe.json").read_text() == kept
+    tried = json.loads((folder / "attempt_2" / "recipe.json").read_text())
     assert (tried["steps"], tried["data"]["max_mib"]) == (99, 0.05)
 
 
