@@ -319,7 +319,7 @@ def measure(wanted: dict[str, Any]) -> dict[str, Any]:
     else:
         peak, allocated = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0
     return {
-        "attention": choose_kernels(recipe.kernels, device, precision).attention,
+        "attention": choose_kernels(recipe.kernels, device, precision, recipe.model.family).attention,
         "micro_batch": recipe.micro_batch,
         "sequence_length": recipe.data.sequence_length,
         "step_s": step_s,

@@ -60,11 +60,10 @@ CHECKPOINT_DEFAULTS: dict[str, Any] = {"keep_hours": 0.0, "copy_to": None}
 OPTIONAL = ("description", "resume", *DEFAULTS)
 TRAINABLE: dict[str, tuple[Any, ...]] = {
     "method": ("full", "lora", "int8", "qlora"),
-    "model.family": ("llama", "mistral", "qwen2", "qwen3", "resnet"),
     "data.kind": ("text", "prepared", "images"),
     "optimizer.name": ("adamw", "adamw8bit"),
 }
-"""What train/ runs today; everything else can be planned."""
+"""What train/ runs today; everything else can be planned. Whether a model's family trains the nodes' transformers says."""
 MODEL_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "max_position_embeddings", "tie_word_embeddings"),

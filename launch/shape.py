@@ -107,7 +107,9 @@ def shape_of(model: Mapping[str, Any], image_size: int = RESNET_IMAGE) -> Shape:
     if family == "resnet":
         return _resnet(config, image_size)
     if family not in DECODERS:
-        raise UsageError("model.family", repr(family), f"one of {', '.join((*DECODERS, 'resnet'))}")
+        observed = f"memory and speed of {family!r} are not known here"
+        wanted = f"one of {', '.join((*DECODERS, 'resnet'))}; `launch` trains other language models too, without a plan"
+        raise UsageError("model.family", observed, wanted)
     tied = config.get("tie_word_embeddings")
     if tied is not None and not isinstance(tied, bool):
         raise UsageError("model.config.tie_word_embeddings", repr(tied), "true or false")

@@ -76,6 +76,13 @@ def test_13b_in_16_bits_does_not_fit(method: str, tmp_path: Path) -> None:
         assert (one["predicted"]["tokens_per_s"] or 0) > 0 and expected.micro_batch * expected.accumulation == 8
 
 
+def test_a_family_that_is_not_known_here_is_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text", "vocab_size": 300}))
+    code, told, errors = plan_json("llama7b", *ROCE, "--set", f"model={tmp_path}", state=tmp_path)
+    assert (code, told) == (2, {})
+    assert "memory and speed of 'gemma3_text' are not known here" in errors and "`launch` trains other language models" in errors
+
+
 def test_an_offered_command_does_what_it_says(tmp_path: Path) -> None:
     _, told, _ = plan_json("llama13b", *ROCE, "--set", "method=full", state=tmp_path)
     first = told["alternatives"][0]

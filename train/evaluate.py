@@ -132,7 +132,8 @@ def evaluate(
     device = choose_device(0)
     require_same_base(saved, drawn_on(recipe, device))
     precision = choose_precision(recipe.precision, device)
-    kernels = choose_kernels(recipe.kernels.model_copy(update={"compile": False}), device, precision)
+    wanted_kernels = recipe.kernels.model_copy(update={"compile": False})
+    kernels = choose_kernels(wanted_kernels, device, precision, recipe.model.family)
     model: Any = build_model(recipe, weights, device, precision, kernels=kernels, sharded=False)
     loaded = model.load_state_dict(trained_weights(saved, recipe), strict=False)
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -226,9 +226,9 @@ def _write_merged(
 
     device = choose_device(0)
     plain = recipe.model_copy(
-        update={"loss_chunk_tokens": 0, "activation_checkpointing": False, "kernels": Kernels(attention="sdpa")}
+        update={"loss_chunk_tokens": 0, "activation_checkpointing": False, "kernels": Kernels(attention="eager")}
     )
-    kernels = choose_kernels(plain.kernels, device, precision)
+    kernels = choose_kernels(plain.kernels, device, precision, recipe.model.family)
     say("loading the model that the adapters belong to")
     model: Any = build_model(plain, weights, device, precision, kernels=kernels, sharded=False)
     told = model.load_state_dict(state, strict=False)

@@ -92,7 +92,7 @@ def build_engine(
     """
     zero = zero_of(config)
     stage = zero.get("stage", 0)
-    kernels = choose_kernels(recipe.kernels, device, precision)
+    kernels = choose_kernels(recipe.kernels, device, precision, recipe.model.family)
     for notice in kernels.notices if place.rank == 0 else ():
         print(f"notice   {notice}", flush=True)
     model = build_model(recipe, weights, device, precision, kernels=kernels, sharded=stage == 3)

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM  # noqa: F
 
 from train.device import Device
 from train.errors import FAILED, Stop
+from train.families import TESTED, causal_class, require_family, takes_sdpa
 from train.flash import flatten_rows
 from train.loss import use_chunks
 from train.recipe import Kernels, Recipe
@@ -39,13 +40,24 @@ class Chosen:
     notices: tuple[str, ...] = ()
 
 
-def choose_kernels(wanted: Kernels, device: Device, precision: str) -> Chosen:
-    """Return which of the kernels wished for this machine has. They do the same arithmetic, so a missing one is no error."""
+def choose_kernels(wanted: Kernels, device: Device, precision: str, family: str) -> Chosen:
+    """Return which of the kernels wished for this machine and family have. The arithmetic is the same: a missing one is no error.
+
+    Raises Stop for a family that transformers does not know, and for sdpa by name where it has none for the family.
+    """
     gpu, notices = device.kind == "cuda", []
-    flash = gpu and precision != "fp32" and importlib.util.find_spec("flash_attn") is not None
+    known = family in (*TESTED, "resnet")
+    flash = known and gpu and precision != "fp32" and importlib.util.find_spec("flash_attn") is not None
+    sdpa = family == "resnet" or takes_sdpa(family)
+    if wanted.attention == "sdpa" and not sdpa:
+        observed = f"sdpa: transformers has none for {family}"
+        raise Stop("recipe kernels.attention", observed, "auto or eager", "--set kernels.attention=eager")
+    best = FLASH if flash else "sdpa" if sdpa else "eager"
     if wanted.attention == "flash" and not flash:
-        notices.append("kernels.attention flash: needs a GPU, 16 bits and the package flash-attn; torch's sdpa is used")
-    best = FLASH if flash else "sdpa"
+        needs = f"a GPU, 16 bits, the package flash-attn and a family of {', '.join(TESTED)}"
+        notices.append(f"kernels.attention flash: needs {needs}; {best} is used")
+    elif wanted.attention == "auto" and not sdpa:
+        notices.append(f"kernels.attention auto: transformers has no sdpa for {family}; eager is used, which is slower")
     attention = best if wanted.attention in ("auto", "flash") else wanted.attention
     liger = wanted.liger and gpu and importlib.util.find_spec("liger_kernel") is not None
     if wanted.liger and not liger:
@@ -71,7 +83,11 @@ def build_model(
             f"recipe method {recipe.method}", "ZeRO stage 3", "stage 0, 1 or 2: quantized weights lie whole on every GPU",
             "--set ds_config=zero2.json",
         )  # fmt: skip
-    model: Any = _load(recipe, weights, kernels.attention) if weights else _random(recipe, dtype, place, kernels.attention)
+    config = configuration(recipe, weights)
+    if recipe.model.family not in TESTED:
+        require_family(recipe, config, kernels.attention)
+    attention = kernels.attention
+    model: Any = _load(recipe, weights, config, attention) if weights else _random(recipe, config, dtype, place, attention)
     model.config.use_cache = False
     if kernels.liger:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -101,15 +117,19 @@ def build_model(
 
 def configuration(recipe: Recipe, weights: Weights | None) -> Any:
     """Return transformers' configuration of the model. Raises Stop for fields and values that it does not know."""
+    causal_class(recipe.model.family)
     known = AutoConfig.for_model(recipe.model.family)
-    unknown = [key for key in recipe.model.config if not hasattr(known, key)]
-    if unknown:
-        expected = f"fields of transformers.{type(known).__name__}"
-        raise Stop("recipe model.config", f"unknown: {', '.join(unknown)}", expected, "correct the recipe")
     try:
+        found = AutoConfig.from_pretrained(weights.folder, local_files_only=True) if weights else known
+        unknown = [key for key in recipe.model.config if not hasattr(known, key) and not hasattr(found, key)]
+        if unknown:
+            expected = f"fields of transformers.{type(known).__name__}"
+            raise Stop("recipe model.config", f"unknown: {', '.join(unknown)}", expected, "correct the recipe")
         if weights:
             return AutoConfig.from_pretrained(weights.folder, local_files_only=True, **recipe.model.config)
         return AutoConfig.for_model(recipe.model.family, **recipe.model.config)
+    except Stop:
+        raise
     except Exception as error:
         raise Stop("recipe model.config", f"{error}", "values transformers accepts", "correct the recipe") from error
 
@@ -121,8 +141,7 @@ def drawn_on(recipe: Recipe, device: Device, *, sharded: bool = False) -> str | 
     return "a CPU" if sharded or device.kind == "cpu" else torch.cuda.get_device_name(device.name)
 
 
-def _random(recipe: Recipe, dtype: torch.dtype, place: str, attention: str) -> Any:
-    config = configuration(recipe, None)
+def _random(recipe: Recipe, config: Any, dtype: torch.dtype, place: str, attention: str) -> Any:
     torch.manual_seed(recipe.seed)
     try:
         with torch.device(place):
@@ -131,7 +150,7 @@ def _random(recipe: Recipe, dtype: torch.dtype, place: str, attention: str) -> A
         raise Stop("recipe model.config", f"{error}", "values transformers accepts", "correct the recipe") from error
 
 
-def _load(recipe: Recipe, weights: Weights, attention: str) -> Any:
+def _load(recipe: Recipe, weights: Weights, config: Any, attention: str) -> Any:
     """Return the model in the folder, in its own dtype: then the files are mapped, and ranks of a node share the memory."""
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
@@ -140,7 +159,7 @@ def _load(recipe: Recipe, weights: Weights, attention: str) -> Any:
     try:
         model, told = AutoModelForCausalLM.from_pretrained(
             weights.folder,
-            config=configuration(recipe, weights),
+            config=config,
             dtype=getattr(torch, weights.dtype),
             attn_implementation=attention,
             local_files_only=True,

@@ -42,10 +42,10 @@ class Model(_Part):
     """`config` holds fields of the family's transformers configuration, such as hidden_size.
 
     `weights`: null (random, from the seed) or a folder of safetensors, absolute or below `models/` beside the data folder.
-    A resnet has depth and num_classes, and images for data.
+    `family`: transformers' model_type (llama, qwen3, gemma3_text, …). A resnet has depth and num_classes, and images for data.
     """
 
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "resnet"]
+    family: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
     weights: str | None = None
     config: dict[str, Any]
 

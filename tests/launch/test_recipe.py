@@ -13,6 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launch.measured import Known
 from launch.recipe import (
     FOLDER,
     OPTIONAL,
@@ -22,11 +23,13 @@ from launch.recipe import (
     load_ds_config,
     load_recipe,
     recipe_names,
+    require_trainable,
     untrainable,
 )
-from launch.run import require_valid
+from launch.run import Wish, _foreseen, paper_plan, prepare, require_valid
 from launch.training import training_of
 from r4090c.errors import InputErrors, UsageError
+from tests.launch.test_plan import gpu_nodes
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -313,11 +316,26 @@ def test_a_folder_that_is_no_model_is_told(content: str | None, told: str, tmp_p
     assert told in str(caught.value) and "at this path here and on the nodes" in str(caught.value)
 
 
-def test_a_family_that_does_not_train_is_told_with_those_that_do(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma9", "vocab_size": 300}))
-    assert untrainable(load_recipe("llama7b", [f"model={tmp_path}"])) == (
-        "model.family gemma9 (only llama or mistral or qwen2 or qwen3 or resnet)",
-    )
+def test_a_family_that_cannot_be_planned_is_launched_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whether it trains, transformers on the nodes says."""
+    told = {"model_type": "gemma3_text", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    sets = (f"model={tmp_path}", "lora.targets=[q_proj]")
+    cluster, facts = gpu_nodes()
+    prepared = prepare(None, cluster, Wish("llama7b", sets, cluster.nodes))
+    assert prepared.recipe is not None
+    require_trainable(prepared.recipe)
+    require_valid(prepared.recipe)
+    assert prepared.recipe["model"]["family"] == "gemma3_text"
+    plan, site = paper_plan(cluster, prepared, facts, Known())
+    assert _foreseen(plan, prepared, site) == (plan, None)
+    assert "memory and speed are not planned: recipe llama7b: model.family: memory and speed of 'gemma3_text'" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["gem/ma", "../gemma", "gemma 3", "gemma3\n", "", "g" * 65])
+def test_a_familys_name_is_a_word(family: str) -> None:
+    with pytest.raises(UsageError, match="family"):
+        require_valid(load_recipe("llama7b", [f"model.family={json.dumps(family)}"]))
 
 
 def test_what_the_ranks_would_refuse_is_told_before_they_start() -> None:

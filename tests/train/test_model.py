@@ -303,11 +303,11 @@ def test_what_adapters_cannot_be_is_told(saved: Path, monkeypatch: pytest.Monkey
 
 
 def test_kernels_that_this_machine_lacks_are_left_out_with_a_notice() -> None:
-    chosen = choose_kernels(Kernels(attention="flash", liger=True), CPU, "fp32")
+    chosen = choose_kernels(Kernels(attention="flash", liger=True), CPU, "fp32", "llama")
     assert (chosen.attention, chosen.liger, chosen.compile) == ("sdpa", False, False)
     assert [notice.split(":")[0] for notice in chosen.notices] == ["kernels.attention flash", "kernels.liger"]
-    assert choose_kernels(Kernels(), CPU, "fp32") == SDPA
-    assert choose_kernels(Kernels(attention="eager"), CPU, "bf16") == Chosen("eager", False, False)
+    assert choose_kernels(Kernels(), CPU, "fp32", "llama") == SDPA
+    assert choose_kernels(Kernels(attention="eager"), CPU, "bf16", "llama") == Chosen("eager", False, False)
     eager = build(recipe(), kernels=Chosen("eager", False, False))
     assert eager.config._attn_implementation == "eager"
     assert torch.allclose(logits(eager), logits(build(recipe())), atol=1e-5)
