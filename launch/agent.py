@@ -878,6 +878,18 @@ class SharedCopy:
 # ----------------------------------------------------------------------------- the agent
 
 
+def unread_exit(ranks: Dict[str, Json], before: float, text: str) -> Optional[Tuple[str, Json]]:
+    """Return (rank, record) of the rank here that had ended `before`, and whose exit code torchrun took and tells in its log."""
+    told = failed_rank(text)
+    if told is None:
+        return None
+    _, pid, code = told
+    for rank, record in ranks.items():
+        if record["pid"] == pid and record["gone"] is not None and record["gone"] < before and record["exit"] is None:
+            return rank, dict(record, exit=code)
+    return None
+
+
 class Agent:
     """The agent of one node in one attempt.
 
@@ -1304,6 +1316,7 @@ class Agent:
 
         Return the cause, with what was seen where a rank hung.
         """
+        began = time.time()
         self.state["state"] = "ending"
         self.gang.tell({"ending": cause})
         self.save()
@@ -1318,6 +1331,9 @@ class Agent:
                 if cause["node"] == self.name:
                     self.keep(cause)
         left = end_all(lambda: descendants(os.getpid()), self.plan["grace_s"], self.gang.exchange)
+        unread = unread_exit(self.ranks, began, tail(self.log, 1 << 16)) if cause["node"] != self.name and not self.told else None
+        if unread is not None:  # torchrun, which knew how it had ended, has written so by now
+            self.rank_failed(*unread)
         if left:
             self.event("left-running", pids=left, detail="would not go, even by SIGKILL")
         self.gang.close(LINGER_S, await_late=cause["kind"] != "stopped")  # who stops us stops the others as well

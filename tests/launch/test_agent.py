@@ -597,6 +597,28 @@ def test_who_was_named_at_the_start_supervises_though_another_asks_first(tmp_pat
     assert looker.holder() == other, "it came, and has gone: nobody waits for it"
 
 
+TOLD_BY_TORCHRUN = "E1130 18:07:29.300 1113 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 1117) of binary: python\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "expected"),
+    [
+        ({}, TOLD_BY_TORCHRUN, -9),
+        ({}, "nothing yet", None),
+        ({"gone": 51.0}, TOLD_BY_TORCHRUN, None),  # we have ended it
+        ({"gone": None}, TOLD_BY_TORCHRUN, None),
+        ({"exit": 1}, TOLD_BY_TORCHRUN, None),  # that is told already
+        ({"pid": 7}, TOLD_BY_TORCHRUN, None),
+    ],
+)
+def test_a_rank_whose_exit_code_torchrun_took_is_told_when_others_noticed_sooner(
+    changes: dict[str, Any], text: str, expected: int | None
+) -> None:
+    """Else a peer's "Connection reset by peer" was named, and not the kill that it came of."""
+    found = agent.unread_exit({"1": {"pid": 1117, "start": 1, "gone": 49.2, "exit": None, **changes}}, 50.0, text)
+    assert (found and (found[0], found[1]["exit"])) == (expected and ("1", expected))
+
+
 def test_who_was_named_and_never_came_is_not_waited_for(tmp_path: Path) -> None:
     """A controller that died between its start and its follower."""
     path = tmp_path / agent.SUPERVISOR
