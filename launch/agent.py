@@ -878,14 +878,14 @@ class SharedCopy:
 # ----------------------------------------------------------------------------- the agent
 
 
-def unread_exit(ranks: Dict[str, Json], before: float, text: str) -> Optional[Tuple[str, Json]]:
-    """Return (rank, record) of the rank here that had ended `before`, and whose exit code torchrun took and tells in its log."""
+def unread_exit(ranks: Dict[str, Json], text: str) -> Optional[Tuple[str, Json]]:
+    """Return (rank, record) of the rank that went by itself, and whose exit code torchrun took and tells in its log, `text`."""
     told = failed_rank(text)
     if told is None:
         return None
     _, pid, code = told
     for rank, record in ranks.items():
-        if record["pid"] == pid and record["gone"] is not None and record["gone"] < before and record["exit"] is None:
+        if record["pid"] == pid and record["gone"] is not None and record["exit"] is None:
             return rank, dict(record, exit=code)
     return None
 
@@ -1316,7 +1316,6 @@ class Agent:
 
         Return the cause, with what was seen where a rank hung.
         """
-        began = time.time()
         self.state["state"] = "ending"
         self.gang.tell({"ending": cause})
         self.save()
@@ -1331,7 +1330,7 @@ class Agent:
                 if cause["node"] == self.name:
                     self.keep(cause)
         left = end_all(lambda: descendants(os.getpid()), self.plan["grace_s"], self.gang.exchange)
-        unread = unread_exit(self.ranks, began, tail(self.log, 1 << 16)) if cause["node"] != self.name and not self.told else None
+        unread = unread_exit(self.ranks, tail(self.log, 1 << 16)) if cause["node"] != self.name and not self.told else None
         if unread is not None:  # torchrun, which knew how it had ended, has written so by now
             self.rank_failed(*unread)
         if left:
@@ -1553,19 +1552,23 @@ def note(path: str, text: str) -> None:
 # ----------------------------------------------------------------------------- following
 
 
-def new_lines(path: str, offset: int, whole: bool = False) -> Tuple[List[Tuple[str, int]], int]:
-    """Return ([(line, offset after it)], new offset) of a growing file, at most 1 MiB at a time.
+def new_lines(
+    path: str, offset: int, whole: bool = False, inode: Optional[int] = None
+) -> Tuple[List[Tuple[str, int]], int, Optional[int]]:
+    """Return ([(line, offset after it)], new offset, inode) of a growing file, at most 1 MiB at a time.
 
-    A line without its end is left for later, unless it fills all of that, or `whole` says that nothing more comes.
+    A line without its end is left for later, unless it fills all of that, or `whole` says that nothing more comes. `inode`: what
+    the offset belongs to, None = not known: a run that is resumed puts a shorter metrics.jsonl in the place of the old one.
     """
     try:
         with open(path, "rb") as handle:
-            if os.fstat(handle.fileno()).st_size < offset:
+            found = os.fstat(handle.fileno())
+            if found.st_size < offset or inode not in (None, found.st_ino):
                 offset = 0  # it was written anew
             handle.seek(offset)
             data = handle.read(MOST_LINE)
     except OSError:
-        return [], offset
+        return [], offset, inode
     pieces = data.split(b"\n")
     rest = pieces.pop()
     lines = []
@@ -1575,7 +1578,7 @@ def new_lines(path: str, offset: int, whole: bool = False) -> Tuple[List[Tuple[s
     if rest and (len(rest) == MOST_LINE or (whole and len(data) < MOST_LINE)):
         offset += len(rest)
         lines.append((rest.decode("utf-8", "replace"), offset))
-    return lines, offset
+    return lines, offset, found.st_ino
 
 
 class Claim:
@@ -1651,20 +1654,21 @@ class Lines:
         self.name = name
         self.over = False  # nothing more comes, and all was told
         self._path, self._offset = path, offset
+        self._inode: Optional[int] = None
         self._whole = False
-        self._aside: Aside[Tuple[List[Tuple[str, int]], int]] = Aside()
+        self._aside: Aside[Tuple[List[Tuple[str, int]], int, Optional[int]]] = Aside()
 
     def take(self, whole: bool = False) -> List[Tuple[str, int]]:
         """Return the lines (see `new_lines`) that have been read by now, and have more read; `whole`: nothing more comes."""
         lines: List[Tuple[str, int]] = []
         answer = self._aside.answer()
         if answer is not None:
-            lines, self._offset = answer
+            lines, self._offset, self._inode = answer
             self.over = self._whole and not lines
         if not self._aside.busy and not self.over:
             self._whole = whole
-            path, offset = self._path, self._offset
-            self._aside.ask(lambda: new_lines(path, offset, whole))
+            path, offset, inode = self._path, self._offset, self._inode
+            self._aside.ask(lambda: new_lines(path, offset, whole, inode))
         return lines
 
 

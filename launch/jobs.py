@@ -120,26 +120,11 @@ def main(request):
 """
 
 
-WRITE = r"""
+PUT = r"""
 import json, os, time
 
-def holder(path):
-    try:
-        with open(path) as handle:
-            told = json.load(handle)
-        return told if told["id"] and told["until"] > time.time() else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-def main(request):
-    path, told = request["path"], request["told"]
+def put(path, told):
     aside = "%s.%s-%d.tmp" % (path, os.uname()[1], os.getpid())
-    holds = "for_s" in told  # else it is over: whoever says so has held it
-    before = holder(path) if holds else None
-    if holds:
-        told["until"] = time.time() + told.pop("for_s")
-        if before and before["id"] != told["id"]:
-            return {"other": before}
     try:
         with open(aside, "w") as handle:
             json.dump(told, handle)
@@ -149,14 +134,38 @@ def main(request):
             os.unlink(aside)
         except OSError:
             pass
-        return {"error": error.strerror}
-    if holds and not before:  # two that ask at the same moment both come here: the last one's stays, and the other sees that
-        time.sleep(request["settles_s"])
-        after = holder(path)
-        if after and after["id"] != told["id"]:
-            return {"other": after}
-    return {}
+        return error.strerror
+    return None
 """
+NOTE = (
+    PUT
+    + r"""
+def main(request):
+    return put(request["path"], request["told"])
+"""
+)
+HOLD = (
+    PUT
+    + r"""
+def holder(path):
+    try:
+        with open(path) as handle:
+            told = json.load(handle)
+        return told if told["id"] and told["until"] > time.time() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+def main(request):
+    path, me = request["path"], request["me"]
+    found = holder(path)
+    if not found or found["id"] == me["id"]:
+        failed = put(path, dict(me, until=time.time() + request["for_s"]))
+        if failed is None and not found:  # two that ask at the same moment come here: one's note stays, and the other sees it
+            time.sleep(request["settles_s"])
+            found = holder(path)
+    return found if found and found["id"] != me["id"] else None
+"""
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +325,8 @@ def note_stop(fleet: Fleet, run: Run, by: str) -> str | None:
     Return why the folder cannot be written, which is no reason not to stop: then only what runs now is ended.
     """
     told = {"by": by, "time": time.time()}
-    answer = ask_any(fleet, WRITE, {"path": str(RunPaths(PurePosixPath(run.run_dir)).stop), "told": told})
-    return str(answer["error"]) if "error" in answer else None
+    failed = ask_any(fleet, NOTE, {"path": str(RunPaths(PurePosixPath(run.run_dir)).stop), "told": told})
+    return None if failed is None else str(failed)
 
 
 def hold_between(fleet: Fleet, run_dir: str, me: Mapping[str, str]) -> str | None:
@@ -325,15 +334,14 @@ def hold_between(fleet: Fleet, run_dir: str, me: Mapping[str, str]) -> str | Non
 
     A folder that cannot be written keeps nobody from going on. Raises CouldNotTell when no node answers.
     """
-    told = {**me, "for_s": HOLD_S}
-    request = {"path": str(RunPaths(PurePosixPath(run_dir)).between), "told": told, "settles_s": SETTLES_S}
-    other = ask_any(fleet, WRITE, request).get("other")
-    return str(other.get("who")) if other else None
+    request = {"path": str(RunPaths(PurePosixPath(run_dir)).between), "me": dict(me), "for_s": HOLD_S, "settles_s": SETTLES_S}
+    other = ask_any(fleet, HOLD, request)
+    return None if other is None else str(other.get("who"))
 
 
 def give_up(fleet: Fleet, run_dir: str, why: str) -> None:
     """Note why nobody starts the run again, for those who look on. Raises CouldNotTell when no node answers."""
-    ask_any(fleet, WRITE, {"path": str(RunPaths(PurePosixPath(run_dir)).between), "told": {"given_up": why}})
+    ask_any(fleet, NOTE, {"path": str(RunPaths(PurePosixPath(run_dir)).between), "told": {"given_up": why}})
 
 
 def ask_any(fleet: Fleet, source: str, request: object, nodes: Sequence[str] | None = None) -> Any:

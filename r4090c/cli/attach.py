@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from r4090c.cli.common import cluster_option, err, json_option, load, print_json
-from r4090c.cli.follow import UNHEARD_S, Onlooker, follow_run, policy_of, restart_options, told_in_options
-from r4090c.errors import CouldNotTell, Exit, UsageError
+from r4090c.cli.follow import Onlooker, follow_run, patiently, policy_of, restart_options, told_in_options
+from r4090c.errors import Exit, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from launch.jobs import Run
     from launch.supervise import Supervisor
-    from r4090c.model import Cluster
-    from r4090c.remote import Fleet
 
 
 @click.command("attach")
@@ -58,14 +54,18 @@ def command(
         console.print(text, style="dim", markup=False)
 
     with Fleet(cluster.nodes) as fleet:
-        run = _found(fleet, cluster, run_id, say, PATIENT_S if successor else 0.0)
+
+        def find() -> Run:
+            return find_run(fleet, cluster, run_id)
+
+        run = patiently(find, say, PATIENT_S if successor else 0.0)
         waited = False
         while run.state == "waiting" and not successor:
             if not waited:
                 say(f"between two attempts: {run.cause}")
                 waited = True
             time.sleep(1.0)
-            run = _found(fleet, cluster, run_id, say, math.inf)
+            run = patiently(find, say, math.inf)
         if run.state != "running" and (not successor or run.state in ("done", "stopped")):
             again = f"r4090c launch --resume {run.id}" if run.steps else f"r4090c logs {run.id}"
             told = f"has ended: {run.state}" + (f": {run.cause}" if run.cause else "")
@@ -99,25 +99,8 @@ def command(
             began,
             as_json,
             leaves=True,
-            onlooker=Onlooker(lambda: find_run(fleet, cluster, run_id), attached),
+            onlooker=Onlooker(lambda: patiently(find, say, math.inf), attached),
         )
     if as_json:
         print_json(result)
     return code or Exit.OK
-
-
-def _found(fleet: Fleet, cluster: Cluster, run_id: str, say: Callable[[str], None], patient_s: float) -> Run:
-    """Return how the run stands, trying for `patient_s` while no node answers. Raises CouldNotTell then."""
-    from launch.jobs import find_run
-
-    until, told = time.monotonic() + patient_s, ""
-    while True:
-        try:
-            return find_run(fleet, cluster, run_id)
-        except CouldNotTell as error:
-            if time.monotonic() > until:
-                raise
-            if told != error.observed:
-                told = error.observed
-                say(f"{told}; trying again")
-            time.sleep(UNHEARD_S)

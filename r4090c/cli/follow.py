@@ -14,7 +14,7 @@ import click
 
 from netcheck.report_text import printable
 from r4090c.cli.common import err, pasteable, tell, tell_error
-from r4090c.errors import Exit, R4090cError, UsageError
+from r4090c.errors import CouldNotTell, Exit, R4090cError, UsageError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -251,9 +251,24 @@ def _follow_next(
             return follow_attempt(partial(_begun, supervisor), began, quiet, leaves=leaves, first=last.first)
 
 
+def patiently(find: Callable[[], Run], say: Callable[[str], None], patient_s: float) -> Run:
+    """Return how the run stands, trying for `patient_s` seconds while no node answers. Raises CouldNotTell then."""
+    until, told = time.monotonic() + patient_s, ""
+    while True:
+        try:
+            return find()
+        except CouldNotTell as error:
+            if time.monotonic() > until:
+                raise
+            if told != error.observed:
+                told = error.observed
+                say(f"{told}; trying again")
+            time.sleep(UNHEARD_S)
+
+
 @dataclass
 class Onlooker:
-    """How who does not supervise goes on: `find` tells how the run stands, `attach` follows its last attempt.
+    """How who does not supervise goes on: `find` tells how the run stands, `attach` follows its last attempt. Both may take long.
 
     `abandoned`: set when its supervisor has said nothing about what follows, and so is gone.
     """
@@ -269,15 +284,9 @@ def _look_on(last: Followed, onlooker: Onlooker) -> Supervisor | None:
     began = time.monotonic()
     until = began + ABANDONED_S
     while time.monotonic() < until:
-        try:
-            run = onlooker.find()
-        except R4090cError as error:  # silence of the network is none of its supervisor's
-            until = time.monotonic() + ABANDONED_S
-            if told != error.observed:
-                told = error.observed
-                console.print(f"{pasteable(told)}; trying again", soft_wrap=True, markup=False)
-            time.sleep(UNHEARD_S)
-            continue
+        asked = time.monotonic()
+        run = onlooker.find()
+        until += time.monotonic() - asked  # a network that is silent does not make its supervisor so
         if run.attempt > last.supervisor.plan.attempt:
             console.print(f"attempt {run.attempt}", soft_wrap=True)
             return onlooker.attach(run)

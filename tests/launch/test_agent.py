@@ -192,9 +192,9 @@ def test_lines_of_a_growing_file_come_once_and_whole(tmp_path_factory: pytest.Te
     with path.open("wb", buffering=0) as log:
         for chunk in chunks:
             log.write(chunk)
-            lines, offset = agent.new_lines(str(path), offset)
+            lines, offset, _ = agent.new_lines(str(path), offset)
             got += lines
-    lines, offset = agent.new_lines(str(path), offset, whole=True)
+    lines, offset, _ = agent.new_lines(str(path), offset, whole=True)
     got += lines
     whole = b"".join(chunks)
     expected = whole.decode(errors="replace").split("\n") if whole.isascii() else [
@@ -203,7 +203,7 @@ def test_lines_of_a_growing_file_come_once_and_whole(tmp_path_factory: pytest.Te
     assert [line for line, _ in got] == (expected[:-1] if expected[-1] == "" else expected)
     assert offset == len(whole)
     for index, (_, after) in enumerate(got):  # a follower that comes back with any offset misses nothing and gets nothing twice
-        again, _ = agent.new_lines(str(path), after, whole=True)
+        again, *_ = agent.new_lines(str(path), after, whole=True)
         assert again == got[index + 1 :]
 
 
@@ -212,13 +212,25 @@ def test_a_line_without_end_does_not_block_what_follows(tmp_path: Path) -> None:
     path.write_bytes(b"x" * (2 * agent.MOST_LINE + 10) + b"\nnext\n")
     got, offset, more = [], 0, True
     while more:
-        lines, offset = agent.new_lines(str(path), offset)
+        lines, offset, _ = agent.new_lines(str(path), offset)
         got += [line for line, _ in lines]
         more = bool(lines)
     assert [len(line) for line in got] == [agent.MOST_LINE, agent.MOST_LINE, 10, 4]
     path.write_bytes(b"anew\n")  # shorter than before
     assert agent.new_lines(str(path), offset)[0] == [("anew", 5)]
-    assert agent.new_lines(str(tmp_path / "none"), 3) == ([], 3)
+    assert agent.new_lines(str(tmp_path / "none"), 3) == ([], 3, None)
+
+
+def test_a_file_in_the_place_of_another_is_read_from_its_beginning_however_long_it_is(tmp_path: Path) -> None:
+    """A resumed run drops the steps behind its checkpoint, and has written the first anew before anybody looks."""
+    path, anew = tmp_path / "metrics.jsonl", tmp_path / "metrics.jsonl.tmp"
+    path.write_bytes(b"1\n2 old\n")
+    _, offset, inode = agent.new_lines(str(path), 0)
+    anew.write_bytes(b"1\n2 new\n3\n")
+    anew.replace(path)
+    lines, offset, inode = agent.new_lines(str(path), offset, inode=inode)
+    assert [line for line, _ in lines] == ["1", "2 new", "3"]
+    assert agent.new_lines(str(path), offset, inode=inode)[0] == []
 
 
 # ------------------------------------------------------------------------------------------ the gang
@@ -605,8 +617,7 @@ TOLD_BY_TORCHRUN = "E1130 18:07:29.300 1113 api.py:1002] failed (exitcode: -9) l
     [
         ({}, TOLD_BY_TORCHRUN, -9),
         ({}, "nothing yet", None),
-        ({"gone": 51.0}, TOLD_BY_TORCHRUN, None),  # we have ended it
-        ({"gone": None}, TOLD_BY_TORCHRUN, None),
+        ({"gone": None}, TOLD_BY_TORCHRUN, None),  # we have ended it
         ({"exit": 1}, TOLD_BY_TORCHRUN, None),  # that is told already
         ({"pid": 7}, TOLD_BY_TORCHRUN, None),
     ],
@@ -615,7 +626,7 @@ def test_a_rank_whose_exit_code_torchrun_took_is_told_when_others_noticed_sooner
     changes: dict[str, Any], text: str, expected: int | None
 ) -> None:
     """Else a peer's "Connection reset by peer" was named, and not the kill that it came of."""
-    found = agent.unread_exit({"1": {"pid": 1117, "start": 1, "gone": 49.2, "exit": None, **changes}}, 50.0, text)
+    found = agent.unread_exit({"1": {"pid": 1117, "start": 1, "gone": 49.2, "exit": None, **changes}}, text)
     assert (found and (found[0], found[1]["exit"])) == (expected and ("1", expected))
 
 

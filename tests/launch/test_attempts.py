@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from launch.restart import Policy
 from launch.run import held, require_next
 from launch.supervise import Stopped, told_of_stop, who_i_am
 from r4090c.cli import follow
-from r4090c.cli.follow import Onlooker, options_of, told_in_options
+from r4090c.cli.follow import Onlooker, options_of, patiently, told_in_options
 from r4090c.errors import CouldNotTell, TrainingFailed
 from tests.launch.attempts import Bench, kill, until
 
@@ -129,12 +130,9 @@ def looked_on(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> tuple[str, int,
         nonlocal asked
         asked += 1
         answer = next(told, answers[-1])
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return answer() if callable(answer) else answer
 
-    for name in ("UNHEARD_S", "UNTRUE_S"):
-        monkeypatch.setattr(follow, name, 0.01)
+    monkeypatch.setattr(follow, "UNTRUE_S", 0.01)
     onlooker = Onlooker(find, lambda run: f"attempt {run.attempt}")  # type: ignore[arg-type, return-value]
     last: Any = SimpleNamespace(supervisor=SimpleNamespace(plan=SimpleNamespace(attempt=1)))
     return str(follow._look_on(last, onlooker)), asked, onlooker.abandoned
@@ -144,8 +142,31 @@ NOBODY = CouldNotTell("every node", "none answers", "at least one reachable node
 
 
 def test_a_silent_network_is_outlasted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "ABANDONED_S", 0.5)
-    assert looked_on(monkeypatch, *[NOBODY] * 60, run(2, "running")) == ("attempt 2", 61, False)
+    monkeypatch.setattr(follow, "UNHEARD_S", 0.01)
+    answers: Iterator[Any] = iter([NOBODY] * 5 + [run(1, "running")])
+    said: list[str] = []
+
+    def find() -> Any:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert patiently(find, said.append, math.inf).attempt == 1
+    assert said == ["none answers; trying again"]
+    answers = iter([NOBODY] * 5)
+    with pytest.raises(CouldNotTell):
+        patiently(find, said.append, 0.0)
+
+
+def test_a_silent_network_does_not_make_the_supervisor_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "ABANDONED_S", 1.5)
+
+    def late() -> Any:
+        time.sleep(2.0)
+        return run(1, "failed")
+
+    assert looked_on(monkeypatch, late, run(2, "running")) == ("attempt 2", 2, False)
 
 
 def test_an_attempt_that_goes_on_after_all_is_followed_again(monkeypatch: pytest.MonkeyPatch) -> None:

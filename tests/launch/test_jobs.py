@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch.jobs import HOLD_S, LIST, READ, SETTLES_S, STALE_S, WRITE, run_state, runs_of
+from launch.jobs import HOLD, HOLD_S, LIST, NOTE, READ, SETTLES_S, STALE_S, run_state, runs_of
 from launch.plan import SCHEMA
 
 NOW = 1_796_000_000.0
@@ -157,36 +157,36 @@ def test_the_supervisors_diagnosis_of_this_attempt_wins(tmp_path: Path) -> None:
 
 
 def hold(path: Path, name: str, for_s: float = HOLD_S, settles_s: float = SETTLES_S) -> dict[str, Any]:
-    return {"path": str(path), "told": {"id": name, "who": name, "for_s": for_s}, "settles_s": settles_s}
+    return {"path": str(path), "me": {"id": name, "who": name}, "for_s": for_s, "settles_s": settles_s}
 
 
 def test_who_holds_a_run_between_two_attempts_keeps_it_and_others_are_told(tmp_path: Path) -> None:
-    write, path = program(WRITE), tmp_path / "between.json"
-    assert write(hold(path, "kim")) == {}
+    ask, path = program(HOLD), tmp_path / "between.json"
+    assert ask(hold(path, "kim")) is None
     began = time.monotonic()
-    assert write(hold(path, "kim", settles_s=3600)) == {}, "who holds it already need not wait"
+    assert ask(hold(path, "kim", settles_s=3600)) is None, "who holds it already need not wait"
     assert time.monotonic() - began < 1800
-    assert write(hold(path, "sam"))["other"]["who"] == "kim"
-    assert write({"path": str(path), "told": {"given_up": "enough"}}) == {}
-    assert write(hold(path, "sam", for_s=-1)) == {}, "nobody holds what was given up"
-    assert write(hold(path, "kim")) == {}, "a hold ends"
+    assert ask(hold(path, "sam"))["who"] == "kim"
+    assert program(NOTE)({"path": str(path), "told": {"given_up": "enough"}}) is None
+    assert ask(hold(path, "sam", for_s=-1)) is None, "nobody holds what was given up"
+    assert ask(hold(path, "kim")) is None, "a hold ends"
     assert [one.name for one in tmp_path.iterdir()] == ["between.json"]
 
 
 def test_one_of_two_that_ask_at_the_same_moment_holds(tmp_path: Path) -> None:
     """Both find nobody's note; the one whose note is replaced sees it."""
     path, later = tmp_path / "between.json", time.time() + 1.0
-    source = WRITE + f"\nimport sys\ntime.sleep({later!r} - time.time())\nprint(json.dumps(main(json.loads(sys.argv[1]))))"
+    source = HOLD + f"\nimport sys\ntime.sleep({later!r} - time.time())\nprint(json.dumps(main(json.loads(sys.argv[1]))))"
     asking = [
         subprocess.Popen([sys.executable, "-c", source, json.dumps(hold(path, name, settles_s=2.0))], stdout=subprocess.PIPE)
         for name in ("kim", "sam")
     ]
     answers = [json.loads(one.communicate(timeout=60)[0]) for one in asking]
-    assert sorted(map(len, answers)) == [0, 1]
-    (loser,) = [answer for answer in answers if answer]
-    assert loser["other"] == json.loads(path.read_text())
+    (winner,) = [answer for answer in answers if answer is not None]
+    assert answers.count(None) == 1 and winner == json.loads(path.read_text())
 
 
 def test_a_note_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     told = {"path": str(tmp_path / "gone" / "stop.json"), "told": {"by": "kim", "time": 1.0}}
-    assert program(WRITE)(told) == {"error": "No such file or directory"}
+    assert program(NOTE)(told) == "No such file or directory"
+    assert program(HOLD)(hold(tmp_path / "gone" / "between.json", "kim")) is None, "it keeps nobody from going on"

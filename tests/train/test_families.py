@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import os
@@ -26,6 +25,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2PreTrainedModel, GemmaForCausalLM
 
 from launch.recipe import model_in
+from tests.train.toy_models import CPU, GOLDEN, SHAPE, tiny_recipe
 from train.data import IGNORED
 from train.device import Device
 from train.errors import Stop
@@ -35,20 +35,7 @@ from train.recipe import Kernels, Recipe
 from train.weights import find_weights
 
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN: dict[str, Any] = json.loads((ROOT / "tests" / "golden" / "recipe-tiny.json").read_text())
-SHAPE = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+FOR_ALL = {**SHAPE, "initializer_range": 0.1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MORE: dict[str, dict[str, Any]] = {
     **{family: {"head_dim": 8} for family in ("gemma", "gemma2", "glm4")},
     "gemma3_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
@@ -57,13 +44,13 @@ MORE: dict[str, dict[str, Any]] = {
 WHOLE = ("gemma", "gemma3_text", "phi3", "olmo2", "smollm3", "starcoder2", "stablelm", "glm4")
 SCALED = ("cohere", "granite", "gemma2")
 LENGTHS = ((5, 4, 3), (7, 5))
-CPU = Device("cpu", "cpu", "gloo")
 
 
 def save(family: str, folder: Path, **more: Any) -> Path:
     """Save a toy model of the family with random weights."""
     torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | MORE.get(family, {}) | more)).save_pretrained(folder)
+    config = AutoConfig.for_model(family, **FOR_ALL | MORE.get(family, {}) | more)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -71,7 +58,7 @@ def recipe(model: Path | str, **changes: Any) -> Recipe:
     """Return a recipe on packed documents: of the model in a folder, as `model: FOLDER` has it, or of a family."""
     told = model_in(str(model), "model") if isinstance(model, Path) else {"family": model, "config": {"vocab_size": 256}}
     data = {"kind": "prepared", "path": "chat", "sequence_length": 12}
-    return Recipe.model_validate(copy.deepcopy(GOLDEN) | {"model": told, "data": data} | changes)
+    return tiny_recipe(**{"model": told, "data": data, **changes})
 
 
 def build(wanted: Recipe) -> Any:

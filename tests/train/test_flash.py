@@ -8,12 +8,9 @@ decides which of them is called, and with what.
 
 from __future__ import annotations
 
-import copy
 import importlib.util
-import json
 import sys
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,32 +24,19 @@ import torch
 import transformers.modeling_flash_attention_utils as transformers_flash
 from transformers import PreTrainedModel
 
+from tests.train.toy_models import CPU, LORA, SHAPE, tiny_recipe
 from train.data import IGNORED
-from train.device import Device
 from train.flash import flatten_rows
 from train.loss import count_targets
 from train.model import Chosen, build_model
 from train.recipe import Recipe
 
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).resolve().parents[1] / "golden" / "recipe-tiny.json").read_text())
-SHAPE = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 LENGTH = 12
-CPU = Device("cpu", "cpu", "gloo")
 METHODS = ("full", *(["lora"] if importlib.util.find_spec("peft") else []))
 
 
 def recipe(**changes: Any) -> Recipe:
-    lora = {"rank": 4, "alpha": 8, "dropout": 0.0, "targets": ["q_proj", "down_proj"]}
-    model = {"family": "llama", "weights": None, "config": SHAPE}
-    return Recipe.model_validate(copy.deepcopy(GOLDEN) | {"model": model, "lora": lora} | changes)
+    return tiny_recipe(**{"model": {"family": "llama", "weights": None, "config": SHAPE}, "lora": LORA, **changes})
 
 
 def build(wanted: Recipe, attention: str = "sdpa") -> Any:

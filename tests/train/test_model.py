@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import re
@@ -25,6 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.train.toy_models import CPU, LORA, SHAPE, tiny_recipe
 from train.batch import candidates, engine_bytes, largest_that_fits
 from train.device import Device
 from train.errors import Stop
@@ -32,27 +32,14 @@ from train.model import Chosen, build_model, build_optimizer, choose_kernels, co
 from train.recipe import Kernels, Recipe
 from train.weights import find_weights
 
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).resolve().parents[1] / "golden" / "recipe-tiny.json").read_text())
-SHAPE = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-LORA = {"rank": 4, "alpha": 8, "dropout": 0.0, "targets": ["q_proj", "down_proj"]}
-CPU, SDPA = Device("cpu", "cpu", "gloo"), Chosen("sdpa", False, False)
+SDPA = Chosen("sdpa", False, False)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def recipe(family: str = "llama", weights: str | None = None, **changes: Any) -> Recipe:
     config = SHAPE | ({"head_dim": 8} if family == "qwen3" else {})
-    return Recipe.model_validate(
-        copy.deepcopy(GOLDEN) | {"model": {"family": family, "weights": weights, "config": config}, "lora": LORA} | changes
-    )
+    return tiny_recipe(**{"model": {"family": family, "weights": weights, "config": config}, "lora": LORA, **changes})
 
 
 def build(
