@@ -1389,7 +1389,7 @@ def start_held(request: Json, folder: str) -> Json:
     if refused is not None:
         return refused
     # Before anything that may hang: a stop that names no start means this one too.
-    write_text(os.path.join(folder, START), json.dumps({"start_name": start_name, "time": time.time()}))
+    write_text(os.path.join(folder, START), json.dumps({"start_name": start_name}))
     stopped = read_json(request["unless"]) if request.get("unless") else None
     if stopped is not None:
         return {"error": "stopped by %s before it started" % stopped.get("by")}

@@ -198,7 +198,7 @@ def _explains(log: _Log, found: Mapping[str, _Found], by: str, kind: str) -> boo
         if not waited and strong not in _BY_KIND[weak].explains - LATER:
             return by == strong
     later = log.order(found[by].at) <= log.order(found[kind].at)
-    return kind in cause.explains or (later and (kind in cause.explains_after or (kind == "stopped" and by != "slurm-ended")))
+    return kind in cause.explains or (later and (kind in cause.explains_after or kind == "stopped"))
 
 
 # --------------------------------------------------------------------------- the log
@@ -241,12 +241,15 @@ _SPAWNED = re.compile(r"process (\d+) spawned with command")
 """What DeepSpeed's launcher says of each rank that it starts."""
 _ENDED = re.compile(
     r"ChildFailedError|exits with return code = |'train_runtime': |Training completed\.|Process \d+ exits successfully"
-    r"|`Trainer\.fit` stopped: |will restart worker group|: line \d{1,6}: {1,6}\d{1,9} Killed |^(?:zsh: )?[Kk]illed(?:$| {2,})"
+    r"|`Trainer\.fit` stopped: |will restart worker group|^(?:zsh: )?[Kk]illed(?:$| {2,})"
     r"|CANCELLED AT |exited on signal \d|got signal: \d|SIGINT, exiting"
-    r"|^(?P<raised>[A-Za-z_][\w.]{0,200}(?:Error|Exception|Interrupt))(?=: |$)",
+    r"|^(?P<raised>srun: error: \S{1,255}: tasks? \d|[A-Za-z_][\w.]{0,200}(?:Error|Exception|Interrupt)(?=: |$))|"
+    + _SHELL_KILLED.replace("?P<shell>", "?:"),
     re.MULTILINE,
 )
-"""After it a new start is another attempt; after an exception without a mark of a rank only one that was typed."""
+"""After it a new start is another attempt; after an exception without a mark of a rank, or a task that srun lost, only one that
+was typed.
+"""
 _START = re.compile(
     r"Setting OMP_NUM_THREADS environment variable for each process|\[runner\.py:\d+:main\] cmd = "
     r"|^(?P<typed>nohup: ignoring input|(?:[^\n$#]{0,80}[$#]|\+{1,3}) (?:[A-Z_]{1,40}=\S{1,80} ){0,8}(?:\S{0,80}/)?"
@@ -263,6 +266,7 @@ _STAMPS = (
 )
 """Times in a line: DeepSpeed, logging and journalctl -o short-iso; glog (torch); syslog and dmesg -T."""
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_DAYS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 _STAMP_MOST = 200
 """Characters of a line in which its time is looked for."""
 Stamp = tuple[float, ...]
@@ -319,12 +323,12 @@ WORDS = (
     "launcher", "loss scale", "oss is ", "OVERFLOW", "train_batch_size", "world size", "Ninja", "extension", "Mismatched",
     "mismatch", "ancdata", "'train_runtime'", "successfully", "completed", "exit barrier", "(local_rank:", "host  ",
     "exitcode", "aborted", "Assertion", "[Errno", "Too many open", "SO_ERROR", "forward compat", "`Trainer.fit`",
-    "train: ", "Unable to find address", "blocked for more than", "nfs_", "nfs4_", "rpc_", "Out of bounds values", "No locks",
-    "KMP_AFFINITY", "errno: 98", "valid model identifier", "does not appear to have", "busy or unavailable", "std::bad_alloc",
+    "train: ", "Unable to find address", "blocked for more than", "nfs_", "nfs4_", "rpc_", "Out of bounds values",
+    "errno: 98",
     "free()", "malloc()", "realloc()", "munmap_chunk()", "corrupted", "double free", "stack smashing",
-    "undefined symbol", "not found", "No such file", "gated", "path_or_model_id", "PytorchStreamReader", "compiler",
-    "cannot find", "Python.h", "peer access", "process received", "Segmentation", "Aborted", "Floating point", "mmap",
-    "collective timeout", "compiled with", "spawned with", "couldn't",
+    "not found", "No such file",
+    "cannot find", "peer access", "process received", "Segmentation", "Aborted", "Floating point",
+    "collective timeout", "spawned with",
 )  # fmt: skip
 """One of them is in every line that is read: most lines of a long log are not. A test compares them with the patterns."""
 _LOST_LOSS = re.compile(r"(?:loss|grad_norm)['\"]?\s{0,3}[:=]\s{0,3}['\"]?[+-]?(?:nan|inf)\b", re.IGNORECASE)
@@ -415,6 +419,7 @@ def _cut(source: Source, begin: int, end: int, first: int, last: int | None) -> 
         gap=(after - first, left_out) if inside else (0, 0),
         first=source.first + first + (left_out if first >= after else 0),
         failed=source.failed and last is None,
+        exit_code=source.exit_code if last is None else None,
     )
 
 
@@ -725,7 +730,7 @@ class _Log:
         stamp = self.stamps[self.index(at)]
         if stamp is None or self.begins is None:
             return False
-        day, first = (one[0] * 31 + one[1] + one[2] / 24 for one in (stamp, self.begins))
+        day, first = (sum(_DAYS[: int(one[0]) - 1]) + one[1] + one[2] / 24 for one in (stamp, self.begins))
         return first - day > KERNEL_EARLIER_D
 
     def is_ours(self, pid: int | None, name: str | None) -> bool:
@@ -1438,19 +1443,21 @@ _PEER = re.compile(
 )
 
 
+def _complaints(log: _Log) -> Iterator[int]:
+    """Yield the places where somebody says that its peer went."""
+    for match in islice(_PEER.finditer(log.text), MOST_MATCHES):
+        if not OTHER_SERVICE.search(log.line(match.start())):
+            yield match.start()
+
+
 def _left_alone(log: _Log) -> Iterator[int]:
     """Yield the ranks that say their peer went."""
-    for match in islice(_PEER.finditer(log.text), MOST_MATCHES):
-        rank = log.rank_at(match.start())
-        if rank is not None and not OTHER_SERVICE.search(log.line(match.start())):
-            yield rank
+    return (rank for at in _complaints(log) if (rank := log.rank_at(at)) is not None)
 
 
 def _peer_gone(log: _Log) -> _Found | None:
-    for match in islice(_PEER.finditer(log.text), MOST_MATCHES):
-        if not OTHER_SERVICE.search(log.line(match.start())):
-            return _Found(match.start(), rank=log.rank_at(match.start()))
-    return None
+    at = next(_complaints(log), None)
+    return None if at is None else _Found(at, rank=log.rank_at(at))
 
 
 _HARMLESS = re.compile(
@@ -2197,15 +2204,18 @@ CAUSES: tuple[Cause, ...] = (
         "slurm-ended",
         _words(r"CANCELLED AT \S{1,40} DUE TO (?P<why>[A-Z][A-Z -]{2,40})"),
         ("Slurm ended the job: {why}", "Slurm ended the job"),
-        (
-            "TIME LIMIT: a longer sbatch --time, up to the partition's (sinfo -o '%P %l'), and checkpoints to go on from",
-            "PREEMPTION: sbatch --requeue, and go on from the last checkpoint",
-            "NODE FAILURE: sinfo -R tells which node, and why",
-        ),
+        ("scontrol show job JOB tells more; go on from the last checkpoint",),
         "Slurm",
         frozenset(),
+        fix_if={
+            ("why", "TIME LIMIT"): (
+                "a longer sbatch --time, up to the partition's (sinfo -o '%P %l'), and checkpoints to go on from",
+            ),
+            ("why", "PREEMPTION"): ("sbatch --requeue, and go on from the last checkpoint",),
+            ("why", "NODE FAILURE"): ("sinfo -R tells which node, and why",),
+        },
         of_a_rank=False,
-        explains_after=LATER | {"stopped"},
+        explains_after=LATER,
         needs_failure=True,
     ),
     Cause(

@@ -292,7 +292,8 @@ def require_same_base(saved: Saved, drawn_on: str | None) -> None:
     before = saved.manifest.get("drawn_on")
     if before and drawn_on and before != drawn_on:
         observed = f"its adapters trained beside random weights that {before} drew, and {drawn_on} draws others"
-        remedy = "do it on such a device; or train adapters beside weights of a folder (model.weights), or with method: full"
+        where = "continue or evaluate on such a device (export computes on a CPU)"
+        remedy = f"{where}; or train adapters beside weights of a folder (model.weights), or with method: full"
         raise Stop(saved.folder / COMPLETE, observed, before, remedy)
 
 
@@ -356,8 +357,8 @@ def save(
     return folder
 
 
-def publish(partial: Path, manifest: dict[str, Any]) -> Path:
-    """Give a checkpoint, whose files are on disk, its manifest and its name; return the folder. All that survives a power cut."""
+def publish(partial: Path, manifest: dict[str, Any]) -> None:
+    """Give a checkpoint, whose files are on disk, its manifest and its name. All that survives a power cut."""
     folder = partial.with_suffix("")
     replace_file(partial / COMPLETE, json.dumps(manifest, indent=1))
     for path in (partial / COMPLETE, *sorted({(partial / name).parent for name in manifest["files"]} | {partial})):
@@ -367,7 +368,6 @@ def publish(partial: Path, manifest: dict[str, Any]) -> Path:
     partial.rename(folder)
     replace_file(folder.parent / "latest", folder.name + "\n")
     flush_to_disk(folder.parent)
-    return folder
 
 
 def _alone(action: Callable[[], None], ranks: Ranks, partial: Path) -> None:

@@ -159,13 +159,10 @@ class Store:
         names = sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
         return [name for name in names if re.fullmatch(r"step_\d{8}", name)]
 
-    def whole(self) -> list[dict[str, Any]]:
-        """Return the manifests of the copies, oldest first."""
-        return [manifest for name in self._names() if isinstance(manifest := self._manifest(name), dict)]
-
-    def damaged(self) -> list[str]:
-        """Return what is wrong with copies that were finished, and have no manifest of ours any more."""
-        return [told for name in self._names() if isinstance(told := self._manifest(name), str) and told]
+    def manifests(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return those of whole copies, oldest first, and what is wrong with copies that were finished and have none of ours."""
+        told = [self._manifest(name) for name in self._names()]
+        return [one for one in told if isinstance(one, dict)], [one for one in told if isinstance(one, str) and one]
 
     def _manifest(self, name: str) -> dict[str, Any] | str:
         """Return the manifest of a copy, or what is wrong with it: "" where there is none, so that it was never finished."""
@@ -275,7 +272,7 @@ def restore(url: str, checkpoints: Path) -> Saved | None:
     try:
         store = Store(url)
         store.require_storage()
-        found, damaged = store.whole()[::-1], store.damaged()
+        found, damaged = store.manifests()
     except Stop:
         raise
     except Exception as error:  # noqa: BLE001  (every file system has errors of its own)
@@ -283,7 +280,7 @@ def restore(url: str, checkpoints: Path) -> Saved | None:
         raise Stop(url, explain(error), "storage that can be listed", remedy, FAILED) from None
     for told in damaged:
         print(f"restore  left {told}", flush=True)
-    for manifest in found:
+    for manifest in reversed(found):
         size = sum(int(file["bytes"]) for file in manifest["files"].values())
         name = folder_of(checkpoints, manifest["step"]).name
         try:

@@ -87,7 +87,7 @@ def export(run: Path, models: Path, data_dir: Path, out: Path, *, merged: bool, 
     recipe = recipe_of(saved)
     weights = find_weights(recipe.model, models)
     notices = []
-    if merged and recipe.method != "full" and weights is None:
+    if merged:
         checkpoint.require_same_base(saved, "a CPU")
     if merged and recipe.method == "full":
         merged = False

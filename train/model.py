@@ -118,12 +118,19 @@ def build_model(
 def configuration(recipe: Recipe, weights: Weights | None) -> Any:
     """Return transformers' configuration of the model. Raises Stop for fields and values that it does not know."""
     causal_class(recipe.model.family)
-    known = AutoConfig.for_model(recipe.model.family)
     try:
-        found = AutoConfig.from_pretrained(weights.folder, local_files_only=True) if weights else known
-        unknown = [key for key in recipe.model.config if not hasattr(known, key) and not hasattr(found, key)]
+        plain = {"local_files_only": True}
+        found = AutoConfig.from_pretrained(weights.folder, **plain) if weights else AutoConfig.for_model(recipe.model.family)
+        rotary = (
+            getattr(found, "rope_parameters", None) or {}
+        )  # transformers 5 keeps rope_theta there, and ignores it beside a folder
+        unknown = [
+            key
+            for key, value in recipe.model.config.items()
+            if not hasattr(found, key) and not (key == "rope_theta" and rotary and (not weights or rotary.get(key) == value))
+        ]
         if unknown:
-            expected = f"fields of transformers.{type(known).__name__}"
+            expected = f"fields of transformers.{type(found).__name__}"
             raise Stop("recipe model.config", f"unknown: {', '.join(unknown)}", expected, "correct the recipe")
         if weights:
             return AutoConfig.from_pretrained(weights.folder, local_files_only=True, **recipe.model.config)

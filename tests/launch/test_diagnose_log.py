@@ -330,6 +330,19 @@ def test_an_xid_of_another_day_is_no_cause() -> None:
     assert kinds == ["rank-failed", "gpu-hardware-fault"]
 
 
+def test_the_day_before_the_first_of_a_month_is_a_day_before() -> None:
+    xid = "[Mon Nov 30 23:59:10 2026] NVRM: Xid (PCI:0000:41:00): 48, pid=4121, name=python, DBE\n"
+    run = RUN.replace("2026-11-30 09:03:14", "2026-12-01 00:10:14")
+    cause = diagnose_all([Source(run + TORCHRUN, "train.log"), Source(xid, "dmesg")]).cause
+    assert cause is not None and cause.kind == "gpu-hardware-fault"
+
+
+def test_a_crash_that_the_shell_told_ends_an_attempt() -> None:
+    crash = "run.sh: line 3:  4121 Segmentation fault      (core dumped) torchrun train.py\n$ torchrun train.py\n"
+    found = diagnose_all([Source(crash + "{'train_runtime': 12.5, 'train_loss': 1.25}\n")])
+    assert found.cause is None and found.ended_well and len(found.earlier) == 1
+
+
 def test_all_ranks_of_deepspeed_must_have_ended_well() -> None:
     spawned = "".join(
         f"[2026-11-30 09:00:02,987] [INFO] [launch.py] process {pid} spawned with command: ['python']\n" for pid in (7, 8)
@@ -355,7 +368,7 @@ def test_lines_of_the_last_attempt_have_the_numbers_of_the_file(before: int, bet
 @pytest.mark.parametrize("letters", ["a.", "a: ", "A", "/a", "1 ", "(", "Error", "Traceback (most recent call last): ", "loss "])
 def test_long_lines_are_read_in_their_time(letters: str) -> None:
     """A pattern that tries all ways to match would read these for hours."""
-    diagnose("\n".join([letters * (4000 // len(letters))] * 40) + "\n" + RANK0.format("KeyError: 'labels'"))
+    diagnose("\n".join([letters * (4000 // len(letters)) + " Error"] * 40) + "\n" + RANK0.format("KeyError: 'labels'"))
 
 
 # --------------------------------------------------------------------------- no cause

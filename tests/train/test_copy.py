@@ -96,7 +96,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def steps(url: str) -> list[int]:
-    return [one["step"] for one in copies.Store(url).whole()]
+    return [one["step"] for one in copies.Store(url).manifests()[0]]
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:

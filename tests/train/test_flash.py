@@ -153,3 +153,12 @@ def test_flash_keeps_documents_apart(flash: list[str], method: str, chunk_tokens
     assert set(flash) == {"documents"}
     alone = {name: one[:1] for name, one in given.items()}  # a micro-batch of one
     require_alike(result(build(wanted, "flash_attention_2"), alone), result(build(wanted), alone))
+
+
+def test_the_gpu_check_sees_documents_that_see_each_other() -> None:
+    from bench.gpu_check import in_documents, what_later_documents_see
+
+    model, ids = build(recipe()), torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(1))
+    apart, together = (in_documents({"input_ids": ids, "labels": ids}) for _ in range(2))
+    del together["position_ids"]
+    assert what_later_documents_see(model, apart) == 0.0 < what_later_documents_see(model, together)

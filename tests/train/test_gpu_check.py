@@ -42,7 +42,7 @@ def test_a_dry_run_goes_the_whole_way(tmp_path: Path) -> None:
     assert (tmp_path / "gpu_check.md").read_text() == ran.stdout
     header, rule, row, packed = [line.strip("|").split("|") for line in ran.stdout.splitlines() if line.startswith("|")]
     assert len(header) == len(rule) == len(row) == len(packed) == 12
-    assert (packed[0].strip(), float(packed[3]) > 0) == ("llama1b-lora-flash", True)  # and no document saw another
+    assert (packed[0].strip(), float(packed[3]) > 0) == ("llama1b-lora-flash", True)
     name, attention, size, step_s, _, rate, mfu, peak_gib, *_ = (cell.strip() for cell in row)
     assert (name, attention, size, mfu) == ("llama7b-qlora", "sdpa", "2 × 64", "–")
     assert float(rate.replace(",", "")) == pytest.approx(2 * 64 / float(step_s), rel=0.02)

@@ -28,7 +28,7 @@ from tests.train.toy_models import CPU, LORA, SHAPE, tiny_recipe
 from train.batch import candidates, engine_bytes, largest_that_fits
 from train.device import Device
 from train.errors import Stop
-from train.model import Chosen, build_model, build_optimizer, choose_kernels, count_parameters, drawn_on
+from train.model import Chosen, build_model, build_optimizer, choose_kernels, configuration, count_parameters, drawn_on
 from train.recipe import Kernels, Recipe
 from train.weights import find_weights
 
@@ -174,6 +174,12 @@ def test_a_wrong_folder_is_told_in_one_line(name: str, spoil: Any, told: str, sa
     assert str(caught.value).startswith(str(tmp_path / name))
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_the_rotary_base_is_taken_from_the_recipe() -> None:
+    """As config.json files of older transformers have it."""
+    config = configuration(recipe(model={"family": "llama", "config": SHAPE | {"rope_theta": 5e5}}), None)
+    assert config.rope_parameters["rope_theta"] == 5e5
 
 
 OF_LLAMA2 = {
