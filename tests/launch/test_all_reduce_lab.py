@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Mapping
 
 import pytest
@@ -17,13 +16,14 @@ from launch.perf import all_reduce_s
 from launch.site import Site, between_nodes
 from r4090c.errors import Exit
 from tests.lab import Lab
+from tests.lab.streams import stream_gbit_s
 from tests.test_preflight import r4090c
 
 pytestmark = [pytest.mark.lab, pytest.mark.train, pytest.mark.slow]
 
 WITHIN = 0.15
 RUNS = 3
-"""At most: what else runs on the machine makes a measurement slower, never faster, so the fastest of each size counts."""
+"""At most: what else runs on the machine makes a measurement slower, never faster, so the fastest of each counts."""
 LARGEST = {"100mbit": "16M", "400mbit": "32M", "1gbit": "64M"}
 """The largest message, the smallest has 4 MiB: a second or two each."""
 
@@ -37,20 +37,6 @@ def measured_s(lab: Lab, nodes: list[str], largest: str) -> dict[int, float]:
     (result,) = json.loads(done.stdout)["results"]
     assert result["ranks"] == len(nodes) and all(row["wrong"] == 0 for row in result["rows"])
     return {row["bytes"]: row["time_us"] / 1e6 for row in result["rows"]}
-
-
-def stream_gbit_s(lab: Lab, sender: str, receiver: str) -> float:
-    """Return what one TCP stream of iperf3 gets from `sender` to `receiver`."""
-    server = subprocess.Popen(lab.exec_argv(receiver, "iperf3", "-s", "-1", "-p", "5299"), stdout=subprocess.DEVNULL)
-    try:
-        for _ in range(50):
-            done = lab.exec(sender, "iperf3", "-c", lab.address(receiver), "-p", "5299", "-t", "3", "-O", "1", "-J")
-            if done.returncode == 0:
-                break
-        return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]) / 1e9
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def site(nodes: list[str], rate_gbit_s: float, measured_gbyte_s: float | None) -> Site:
@@ -74,11 +60,13 @@ def test_predicted_all_reduce_is_within_15_per_cent(mended_lab4: Lab, rate: str,
     for name in nodes:
         mended_lab4.shape(name, rate)
     gbit_s = {"100mbit": 0.1, "400mbit": 0.4, "1gbit": 1.0}[rate]
-    sites = {"from the rate": site(nodes, gbit_s, None)}
-    if shutil.which("iperf3"):
-        sites["from iperf3"] = site(nodes, gbit_s, stream_gbit_s(mended_lab4, *nodes[:2]) / 8)
+    stream = 0.0
     fastest: dict[int, float] = {}
     for _ in range(RUNS):
+        sites = {"from the rate": site(nodes, gbit_s, None)}
+        if shutil.which("iperf3"):
+            stream = max(stream, stream_gbit_s(mended_lab4, *nodes[:2]))
+            sites["from iperf3"] = site(nodes, gbit_s, stream / 8)
         fastest = {
             size: min(seconds, fastest.get(size, seconds))
             for size, seconds in measured_s(mended_lab4, nodes, LARGEST[rate]).items()
