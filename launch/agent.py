@@ -63,9 +63,10 @@ STRANGER_S = 5.0  # est.: what a connection to the gang port gets to say who it 
 MOST_STRANGERS = 64  # keeps a port scanner from using up our descriptors
 MOST_UNSENT = MOST_LINE = 1 << 20  # bytes; an event with its log lines has 10 KB
 SHARED_READ_S = 3.0  # est.: reading the end of a log from an NFS that works
-START_S = 10.0  # est.: a loaded node starts python in a second or two
-LOCK_S = 12.0  # a `start` going on takes at most START_S, unless shared storage hangs
+START_S = 20.0  # est.: a loaded node starts python in a second or two
+LOCK_S = 22.0  # a `start` going on takes at most START_S, unless shared storage hangs
 START_WAIT_S = 60.0  # est.: leases, NFS and SSH may hold up the start of an attempt that is followed already
+GAP_S = 2.0  # est.: an agent that has not looked for longer stood still itself, perhaps with its whole machine
 GONE_S = 1.0  # est.: an agent that ends writes its end before it goes; a second look costs little
 NAMED_S = 5.0  # est.: who starts an attempt follows it a second later; so long nobody else takes the lock
 SUPERVISOR_SILENT_S = 15.0  # est.: a controller beats once a second, over SSH
@@ -350,10 +351,10 @@ def end_all(find: Callable[[], List[int]], grace_s: float, pause: Callable[[floa
         reap()
         left = find()
         now = time.monotonic()
+        if left and now > grace_until:
+            send_signal(left, signal.SIGKILL)
         if not left or now > give_up_at:
             return left
-        if now > grace_until:
-            send_signal(left, signal.SIGKILL)
         pause(0.05)
 
 
@@ -624,6 +625,7 @@ class Gang:
         self._address, self._port = plan["gang"]["address"], plan["gang"]["port"]
         self._lease_s, self._start_timeout_s = plan["gang"]["lease_s"], plan["gang"]["start_timeout_s"]
         self._start_until = time.monotonic() + self._start_timeout_s
+        self._judged = time.monotonic()
         self._on_event = on_event
         self._listener: Optional[socket.socket] = None
         self._strangers: List[Peer] = []
@@ -756,6 +758,10 @@ class Gang:
         if self.all_done:
             return None
         now = time.monotonic()
+        stood_s, self._judged = now - self._judged, now
+        if stood_s > GAP_S:  # what the others said meanwhile may not have come in yet, and they may have stood still as well
+            for other in self._peers.values():
+                other.heard = min(now, other.heard + stood_s)
         for name in self.names[1:] if self.leads else self.names[:1]:
             peer = self._peers.get(name)
             if name in self.done and self.leads:

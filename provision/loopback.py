@@ -31,7 +31,7 @@ from r4090c.errors import CouldNotTell, UsageError
 
 ADDRESS = "127.0.0.1"
 
-START_S = 5.0
+START_S = 30.0
 """How long the sshd's may take until they listen (0.1 s measured for two; est. for a busy machine)."""
 
 STOP_S = 10.0

@@ -36,7 +36,7 @@ def start(*words: str, state: Path, cwd: Path | None = None) -> subprocess.Popen
     )
 
 
-def run(*words: str, state: Path, cwd: Path | None = None, timeout_s: float = 120) -> tuple[int, str, str]:
+def run(*words: str, state: Path, cwd: Path | None = None, timeout_s: float = 600) -> tuple[int, str, str]:
     """Run `r4090c WORDS` to its end; return (exit code, stdout, stderr)."""
     process = start(*words, state=state, cwd=cwd)
     try:
@@ -47,7 +47,7 @@ def run(*words: str, state: Path, cwd: Path | None = None, timeout_s: float = 12
     return process.returncode, output, errors
 
 
-def run_json(*words: str, state: Path, timeout_s: float = 120) -> Any:
+def run_json(*words: str, state: Path, timeout_s: float = 600) -> Any:
     """Run `r4090c WORDS --json`, which must end with exit code 0; return what it printed."""
     code, output, errors = run(*words, "--json", state=state, timeout_s=timeout_s)
     assert code == 0, errors

@@ -103,10 +103,10 @@ def test_every_collective_with_its_figures_and_its_table() -> None:
 @torch_here
 @pytest.mark.train
 def test_a_rank_that_never_comes_is_told_by_its_number() -> None:
-    with ranks(2, "--join-s", "12", of=3) as (lead, other):
-        stdout, _ = lead.communicate(timeout=90)
+    with ranks(2, "--join-s", "45", of=3) as (lead, other):
+        stdout, _ = lead.communicate(timeout=240)
         assert lead.returncode == collectives.TIMED_OUT
-        assert other.wait(30) in (collectives.FAILED, collectives.TIMED_OUT)  # told by rank 0, or tired of waiting itself
+        assert other.wait(120) in (collectives.FAILED, collectives.TIMED_OUT)  # told by rank 0, or tired of waiting itself
     error = document(stdout)["error"]
     assert (error["phase"], error["missing"]) == ("awaiting the other ranks", [2])
 
@@ -115,15 +115,15 @@ def test_a_rank_that_never_comes_is_told_by_its_number() -> None:
 @pytest.mark.train
 def test_a_rank_that_stops_does_not_keep_the_others() -> None:
     """The peer is frozen in the middle: every call of torch would wait; the program does not."""
-    with ranks(2, "--min-bytes", "16M", "--max-bytes", "1G", "--iterations", "10000", "--timeout-s", "3") as (lead, other):
+    with ranks(2, "--min-bytes", "16M", "--max-bytes", "1G", "--iterations", "10000", "--timeout-s", "20") as (lead, other):
         assert lead.stderr is not None
         for line in lead.stderr:
             if "(us)" in line:
                 break
         other.send_signal(signal.SIGSTOP)
         frozen_at = time.monotonic()
-        stdout, _ = lead.communicate(timeout=60)
-        assert time.monotonic() - frozen_at < 30
+        stdout, _ = lead.communicate(timeout=240)
+        assert time.monotonic() - frozen_at < 120
         assert lead.returncode in (collectives.FAILED, collectives.TIMED_OUT)
     told = document(stdout)
     assert told["error"]["phase"].startswith("all_reduce of ")
@@ -147,7 +147,7 @@ def test_under_torchrun() -> None:
 def test_a_node_starts_its_own_ranks_and_ends_when_one_dies() -> None:
     """One of three ranks on this node is killed: the others tell that, and none is left."""
     world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    words = ["--local-ranks", "3", "--min-bytes", "16M", "--max-bytes", "1G", "--iterations", "10000", "--timeout-s", "5"]
+    words = ["--local-ranks", "3", "--min-bytes", "16M", "--max-bytes", "1G", "--iterations", "10000", "--timeout-s", "20"]
     process = subprocess.Popen(
         [sys.executable, str(PROGRAM), *words],
         env={**os.environ, **world},

@@ -98,7 +98,7 @@ def test_the_offset_of_a_clock_is_seen_within_its_bound(shift_s: float) -> None:
 
 def test_slow_start_up_files_of_the_login_shell_do_not_blur_the_clock(tmp_path: Path) -> None:
     slow = tmp_path / "python3"
-    slow.write_text(f'#!/bin/sh\nsleep 1\nexec {sys.executable} "$@"\n')
+    slow.write_text(f'#!/bin/sh\nsleep 4\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)
     cluster = cluster_of(("near",))
 
@@ -109,8 +109,8 @@ def test_slow_start_up_files_of_the_login_shell_do_not_blur_the_clock(tmp_path: 
     raw = gather(ScriptedFleet({"near": SlowShell(cluster.nodes[0])}), cluster)
     clock = parse_raw(raw, cluster)["near"].clock.value
     assert clock is not None
-    assert raw.answers["near"]["received_at_s"] - raw.answers["near"]["sent_at_s"] > 1
-    assert abs(clock.offset_s) <= clock.error_bound_s < 0.4
+    assert raw.answers["near"]["received_at_s"] - raw.answers["near"]["sent_at_s"] > 4
+    assert abs(clock.offset_s) <= clock.error_bound_s < 2.0
 
 
 def stand_in(folder: Path, body: str) -> str:

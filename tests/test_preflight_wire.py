@@ -147,18 +147,18 @@ def test_ctrl_c_in_a_round_leaves_no_process(mended_lab4: Lab, after_s: float) -
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
     )
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not any("iperf3" in line for name in mended_lab4.nodes for _, line in mended_lab4.processes(name)):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     time.sleep(after_s - 1.0)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=20)
+    _, told = process.communicate(timeout=60)
     assert process.returncode == Exit.INTERRUPTED, told
     assert leftovers(mended_lab4) == []
 
 
-def leftovers(lab: Lab, within_s: float = 6.0) -> list[str]:
+def leftovers(lab: Lab, within_s: float = 30.0) -> list[str]:
     """What still runs on any node, or lies in its /tmp, once there was time to end."""
     deadline = time.monotonic() + within_s
     while True:

@@ -137,8 +137,8 @@ def test_a_process_that_does_not_get_on_is_found_and_named(tmp_path: Path) -> No
 def test_what_waits_for_something_else_costs_no_time(tmp_path: Path) -> None:
     with waiting(tmp_path / "fifo"):
         started = time.monotonic()
-        assert blocked(waits=["nfs"], pauses_s=[5.0]) == []
-        assert time.monotonic() - started < 4
+        assert blocked(waits=["nfs"], pauses_s=[30.0]) == []
+        assert time.monotonic() - started < 25
 
 
 def test_where_there_is_no_nfs_nobody_is_looked_at(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_busy_process_is_not_stuck(tmp_path: Path) -> None:
         server = threading.Thread(target=serve)
         server.start()
         try:
-            found = [blocked(waits=[wait[:6]], pauses_s=[0.4]) for _ in range(3)]
+            found = [blocked(waits=[wait[:6]], pauses_s=[1.5]) for _ in range(2)]
         finally:
             stop.set()
             server.join()

@@ -224,8 +224,8 @@ def test_a_login_that_never_ends_is_killed_with_all_it_started(tmp_path: Path, m
     stand_in.write_text(f"#!/bin/sh\nsleep 77 & echo $! > {tmp_path}/pid\nwait\n")
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    result = on_node.log_in({"peers": ["node01"], "at_once": 4, "limit_s": 0.5})["node01"]
-    assert result == {"rc": None, "stdout": "", "stderr": "no end within 0.5 s"}
+    result = on_node.log_in({"peers": ["node01"], "at_once": 4, "limit_s": 3})["node01"]
+    assert result == {"rc": None, "stdout": "", "stderr": "no end within 3 s"}
     pid = int((tmp_path / "pid").read_text())
     status = Path(f"/proc/{pid}/stat")
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
@@ -243,6 +243,6 @@ def test_a_connection_that_sshd_dropped_is_tried_once_more_and_no_agent_helps(
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SSH_AUTH_SOCK", "/nowhere")
-    assert on_node.log_in({"peers": ["node01"], "at_once": 4, "limit_s": 5})["node01"]["rc"] == 0
+    assert on_node.log_in({"peers": ["node01"], "at_once": 4, "limit_s": 60})["node01"]["rc"] == 0
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert on_node.log_in({"peers": ["node01"], "at_once": 4, "limit_s": 5})["node01"]["rc"] == 127
+    assert on_node.log_in({"peers": ["node01"], "at_once": 4, "limit_s": 60})["node01"]["rc"] == 127

@@ -97,21 +97,25 @@ def test_damage_of_the_same_size_is_found_by_its_hash() -> None:
 
 
 def test_of_two_builders_one_waits(cache: Path) -> None:
-    began = threading.Event()
+    began, go = threading.Event(), threading.Event()
 
     def slowly(folder: Path, lock: int) -> None:
         began.set()
-        time.sleep(0.5)
+        go.wait(60)
         make(folder, lock)
 
     first = threading.Thread(target=store.take, args=("image", "k1", slowly))
     first.start()
     began.wait()
     program = "from tests.vmlab import store; store.take('image', 'k1', lambda folder, lock: 1 / 0)"
-    second = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    with subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as second:
+        assert second.stderr is not None
+        told = second.stderr.readline()
+        go.set()
+        told += second.stderr.read()
     first.join()
-    assert second.returncode == 0, second.stderr
-    assert "waiting for another process that builds image-k1" in second.stderr
+    assert second.returncode == 0, told
+    assert "waiting for another process that builds image-k1" in told
 
 
 def test_old_entries_go_and_it_is_said(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:

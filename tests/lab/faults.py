@@ -31,7 +31,7 @@ RANK_WITHIN_S, NODE_WITHIN_S = 5.0, 20.0
 """The contract of issue 6: so soon the ranks of the other nodes have stopped, after a rank was killed or a node was cut off."""
 WITHIN_S = 30.0
 """Against hanging, where the contract says nothing."""
-HANG_AFTER_S = 4
+HANG_AFTER_S = 6
 """`--hang-after` of the launch whose rank is frozen; by default it would take two minutes."""
 SMALL_DISK_MIB, TOY_DISK_MIB = 400, 8
 """Room for more checkpoints than are kept: of recipe tiny (78 MiB), of the stand-in (0.5 MiB)."""
@@ -390,6 +390,7 @@ FAULTS = (
         Answer("given-up", ("disk-full",)),
         fill,
         small_runs,
+        options=("--env", "TOY_STEP_S=0.5"),  # the disk is to be full before the next checkpoint
         torch_has_a_say=True,
     ),
     Fault(

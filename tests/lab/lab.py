@@ -28,7 +28,7 @@ __all__ = ["Lab", "LabError", "take_down", "why_not"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-READY_S = 20.0
+READY_S = 60.0
 """How long the sshd's of a lab may take to answer (32 nodes take about 2 s on two cores)."""
 
 NODE_PROCESSES = ("nsenter", "unshare", "bash")
@@ -199,10 +199,12 @@ class Lab:
             "network": {"kind": "tcp", "subnet": self.subnet, "mtu": 1500},
             "storage": {"kind": "local"},
             "paths": {"shared": str(self.shared), "python": python},
+            # The nodes share this machine with whatever tests run beside: a slow answer says nothing about a node here.
+            "expect": {"ssh_slow_warn_s": 30, "clock_skew_warn_s": 2},
         }
         nofile = node_files.limits()[1]
         if gpus and nofile < 65_536:  # the preflight's default; here even root may not raise the limit
-            wish["expect"] = {"nofile_min": nofile}
+            wish["expect"]["nofile_min"] = nofile
         self.cluster_file.write_text(yaml.safe_dump(wish, sort_keys=False))
 
     @classmethod
@@ -281,7 +283,7 @@ class Lab:
     def ssh_argv(self, name: str, *options: str) -> list[str]:
         """Return the plain `ssh` command line that reaches a node from this machine, with strict host keys."""
         strict = ["StrictHostKeyChecking=yes", f"UserKnownHostsFile={self.known_hosts}", "GlobalKnownHostsFile=/dev/null"]
-        words = [word for option in (*options, *strict, "BatchMode=yes", "ConnectTimeout=3") for word in ("-o", option)]
+        words = [word for option in (*options, *strict, "BatchMode=yes", "ConnectTimeout=20") for word in ("-o", option)]
         return ["ssh", "-F", "/dev/null", "-i", str(self.key), *words, f"root@{self.address(name)}"]
 
     # ------------------------------------------------------------------------------------------ inside a node
@@ -444,7 +446,7 @@ class Lab:
         ]
 
     @staticmethod
-    def _until(condition: Callable[[], bool], otherwise: str, timeout_s: float = 5.0) -> None:
+    def _until(condition: Callable[[], bool], otherwise: str, timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:

@@ -70,7 +70,7 @@ def in_pid_namespace(identity: str) -> list[Process]:
     return [process for process in found if process.state not in "ZX"]
 
 
-def kill_all(processes: list[Process], still_ours: Callable[[Process], bool], timeout_s: float = 10.0) -> list[Process]:
+def kill_all(processes: list[Process], still_ours: Callable[[Process], bool], timeout_s: float = 30.0) -> list[Process]:
     """SIGKILL each process that `still_ours` recognises after its pidfd was opened; return those alive after `timeout_s`."""
     waiting: dict[int, Process] = {}
     try:

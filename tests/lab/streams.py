@@ -53,8 +53,9 @@ def stream_gbit_s(lab: Lab, sender: str, receiver: str, *options: str) -> float:
     with iperf3_server(lab, receiver):
         for _ in range(TRIES):
             done = lab.exec(sender, *client)
-            told = json.loads(done.stdout)
-            if done.returncode == 0 and "error" not in told:
+            told = json.loads(done.stdout or "{}")
+            if done.returncode == 0 and "end" in told and "error" not in told:
                 return float(told["end"]["sum_received"]["bits_per_second"]) / 1e9
             why = told.get("error") or done.stderr.strip()
+            time.sleep(2)  # the server ends what is left of the try
     raise LabError(f"no stream from {sender} to {receiver} in {TRIES} tries: {why}")

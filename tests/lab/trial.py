@@ -34,7 +34,7 @@ STRIKE_AT = 7
 EVERY_STEPS = 5
 GOES_ON_S, GOES_ON_STEPS = 5.0, 5
 """How long a run is seen to go on: longer than a follower may be silent (launch/supervise.py, 3 s)."""
-GONE_WITHIN_S = 10.0
+GONE_WITHIN_S = 60.0
 """How long after the end something may still be going."""
 HALF = re.compile(r"step_\d{8}\.(partial|old)")
 """What train/checkpoint.py removes at the next start."""
@@ -192,7 +192,7 @@ class Trial:
             assert not over or condition(), f"the launch ended before {what}\n{self.told()}"
             time.sleep(LOOK_S)
 
-    def wait_for_step(self, step: int, timeout_s: float = 60) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 300) -> None:
         """Return once the launch has told `step`."""
         self.wait_for(lambda: self.found.step >= step, f"step {step}", timeout_s)
 
@@ -302,7 +302,7 @@ class Trial:
         if self.scene.run_id and any(self.lab.processes(node) for node in self.nodes):
             cli.run("stop", self.scene.run_id, "--cluster", str(self.scene.cluster), state=self.state)
 
-    def play(self, timeout_s: float = 90) -> Found:
+    def play(self, timeout_s: float = 600) -> Found:
         """Launch, strike, and return what came of it once the run has ended.
 
         What is to go on is seen to do so before that is undone; a launch that was killed is followed by `r4090c attach`.

@@ -25,6 +25,7 @@ import json, os, sys
 sys.path.insert(0, sys.argv[1])
 import agent
 agent.START_WAIT_S = float(sys.argv[3])
+agent.NAMED_S = 60.0
 what = json.loads(sys.argv[2])
 agent.follow(what["run_id"], what["node"], what["files"], what.get("supervisor"), what.get("attempt"), what.get("begun", False))
 os._exit(0)

@@ -22,9 +22,9 @@ from tests.test_preflight import r4090c
 pytestmark = [pytest.mark.lab, pytest.mark.train, pytest.mark.slow]
 
 WITHIN = 0.15
-RUNS = 3
+RUNS = 6
 """At most: what else runs on the machine makes a measurement slower, never faster, so the fastest of each counts."""
-LARGEST = {"100mbit": "16M", "400mbit": "32M", "1gbit": "64M"}
+LARGEST = {"100mbit": "16M", "200mbit": "16M", "400mbit": "32M", "1gbit": "64M"}
 """The largest message, the smallest has 4 MiB: a second or two each."""
 
 
@@ -53,13 +53,18 @@ def errors(measured: Mapping[int, float], where: Site) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     ("rate", "count"),
-    [pytest.param("100mbit", 4, marks=pytest.mark.long), pytest.param("400mbit", 2, marks=pytest.mark.long), ("1gbit", 2)],
+    [
+        ("200mbit", 2),  # no more than busy cores move
+        pytest.param("100mbit", 4, marks=pytest.mark.long),
+        pytest.param("400mbit", 2, marks=pytest.mark.long),
+        pytest.param("1gbit", 2, marks=pytest.mark.long),
+    ],
 )
 def test_predicted_all_reduce_is_within_15_per_cent(mended_lab4: Lab, rate: str, count: int) -> None:
     nodes = list(mended_lab4.nodes)[:count]
     for name in nodes:
         mended_lab4.shape(name, rate)
-    gbit_s = {"100mbit": 0.1, "400mbit": 0.4, "1gbit": 1.0}[rate]
+    gbit_s = {"100mbit": 0.1, "200mbit": 0.2, "400mbit": 0.4, "1gbit": 1.0}[rate]
     stream = 0.0
     fastest: dict[int, float] = {}
     for _ in range(RUNS):

@@ -160,10 +160,10 @@ def test_a_silent_network_is_outlasted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_silent_network_does_not_make_the_supervisor_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "ABANDONED_S", 1.5)
+    monkeypatch.setattr(follow, "ABANDONED_S", 5.0)
 
     def late() -> Any:
-        time.sleep(2.0)
+        time.sleep(6.0)
         return run(1, "failed")
 
     assert looked_on(monkeypatch, late, run(2, "running")) == ("attempt 2", 2, False)

@@ -22,9 +22,9 @@ from tests.launch.attempts import Attempt, Bench, assert_nothing_left, kill, pid
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]
 
-ENDS_WITHIN_S = 25.0
-"""Silent for 2 s, looked at for 3 s, then TERM, 2 s and KILL; on a machine that is busy."""
-SOON = Hang(floor_s=2.0, factor=3.0, start_s=20.0)
+ENDS_WITHIN_S = 90.0
+"""Silent for 6 s, looked at for 3 s, then TERM, 2 s and KILL; on a machine that is busy."""
+SOON = Hang(floor_s=6.0, factor=3.0, start_s=20.0)
 LEASES = Path(leases.__file__).read_text()
 
 
@@ -80,7 +80,7 @@ def test_a_frozen_rank_ends_the_attempt_everywhere_and_is_named(bench: Bench) ->
 
 def test_a_rank_that_forgets_the_others_is_told_from_those_that_wait_for_it(bench: Bench) -> None:
     attempt = bench.start(replace(bench.plan("beating_ring.py", "1"), hang=SOON))
-    attempt.wait_for("step 5", 60)
+    attempt.wait_for("step 5", 240)
     outcome = attempt.outcome(ENDS_WITHIN_S)
     assert outcome.cause is not None and (outcome.cause.kind, outcome.cause.rank) == ("rank-stuck", 1)
     assert_nothing_left(bench.lab)

@@ -175,8 +175,10 @@ def test_who_holds_a_run_between_two_attempts_keeps_it_and_others_are_told(tmp_p
 
 def test_one_of_two_that_ask_at_the_same_moment_holds(tmp_path: Path) -> None:
     """Both find nobody's note; the one whose note is replaced sees it."""
-    path, later = tmp_path / "between.json", time.time() + 1.0
-    source = HOLD + f"\nimport sys\ntime.sleep({later!r} - time.time())\nprint(json.dumps(main(json.loads(sys.argv[1]))))"
+    path, later = tmp_path / "between.json", time.time() + 3.0
+    source = (
+        HOLD + f"\nimport sys\ntime.sleep(max(0.0, {later!r} - time.time()))\nprint(json.dumps(main(json.loads(sys.argv[1]))))"
+    )
     asking = [
         subprocess.Popen([sys.executable, "-c", source, json.dumps(hold(path, name, settles_s=2.0))], stdout=subprocess.PIPE)
         for name in ("kim", "sam")

@@ -31,8 +31,8 @@ from tests.launch.attempts import Bench, assert_nothing_left, kill, pids, until
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]
 
-ENDS_WITHIN_S = 10.0
-LOST_WITHIN_S = 20.0
+ENDS_WITHIN_S = 60.0
+LOST_WITHIN_S = 90.0
 
 
 # ------------------------------------------------------------------------------------------ it ends well
@@ -67,7 +67,7 @@ def test_a_real_gloo_job_on_two_nodes(bench: Bench) -> None:
 
 
 def test_ranks_have_the_planned_cpus_and_environment_and_the_agents_say_so(bench: Bench) -> None:
-    attempt = bench.start(bench.plan("wait.py", "4", nproc=2, real=False, env={"HF_TOKEN": "hf_secret", "WORDS": "a b=c"}))
+    attempt = bench.start(bench.plan("wait.py", "10", nproc=2, real=False, env={"HF_TOKEN": "hf_secret", "WORDS": "a b=c"}))
     attempt.wait_for("waits")
     for node in attempt.plan.nodes:
         found = {}
@@ -85,7 +85,7 @@ def test_ranks_have_the_planned_cpus_and_environment_and_the_agents_say_so(bench
             assert cpus == rank.cpus
     # Two ranks on the machine's cores: each has its own, where there are two.
     assert len({rank.cpus for rank in attempt.plan.nodes[0].ranks}) == min(2, len(os.sched_getaffinity(0)))
-    assert attempt.outcome(20) == Outcome("done", None)
+    assert attempt.outcome(240) == Outcome("done", None)
     assert {event["kind"] for event in attempt.watcher.events} == {"started", "finished"}
     for node in attempt.plan.nodes:
         placement = attempt.agent(node.name)["placement"]
@@ -111,8 +111,8 @@ def test_what_is_not_as_planned_is_a_warning_and_the_run_goes_on(bench: Bench) -
     wrapper.write_text("\n".join(lines) + "\n")
     wrapper.chmod(0o755)
     env = {"HF_TOKEN": "hf_secret", "WORDS": "a b=c"}
-    attempt = bench.start(bench.plan("wait.py", "4", nproc=2, real=False, env=env, python={"node02": str(wrapper)}))
-    assert attempt.outcome(20) == Outcome("done", None)
+    attempt = bench.start(bench.plan("wait.py", "10", nproc=2, real=False, env=env, python={"node02": str(wrapper)}))
+    assert attempt.outcome(240) == Outcome("done", None)
     told = [
         (event["node"], event["rank"], event["what"], event["planned"], event["actual"])
         for event in attempt.watcher.events
@@ -133,16 +133,16 @@ def test_what_is_not_as_planned_is_a_warning_and_the_run_goes_on(bench: Bench) -
 
 
 def test_without_affinity_the_ranks_may_run_everywhere(bench: Bench) -> None:
-    attempt = bench.start(bench.plan("wait.py", "3", nodes=1, nproc=2, real=False, affinity=False))
-    assert attempt.outcome(20) == Outcome("done", None)
+    attempt = bench.start(bench.plan("wait.py", "8", nodes=1, nproc=2, real=False, affinity=False))
+    assert attempt.outcome(240) == Outcome("done", None)
     placement = attempt.agent("node01")["placement"]
     assert [parse_cpu_list(placement[rank]["cpus"]) for rank in ("0", "1")] == [tuple(sorted(os.sched_getaffinity(0)))] * 2
     assert [placement[rank]["differs"] for rank in ("0", "1")] == [[], []]
 
 
 def test_ranks_of_one_node_alone_that_leave_one_after_the_other(bench: Bench) -> None:
-    attempt = bench.start(bench.plan("wait.py", "3", "exit", "1", "0", nodes=1, nproc=2, real=False))
-    assert attempt.outcome(20) == Outcome("done", None)
+    attempt = bench.start(bench.plan("wait.py", "8", "exit", "1", "0", nodes=1, nproc=2, real=False))
+    assert attempt.outcome(240) == Outcome("done", None)
     assert attempt.watcher.lines == [f"rank 0 waits in {attempt.plan.code.tree}/user"]
     ranks = attempt.agent("node01")["ranks"]
     assert all(record["gone"] and record["exit"] in (0, None) for record in ranks.values())  # None: torchrun took it first
@@ -150,10 +150,10 @@ def test_ranks_of_one_node_alone_that_leave_one_after_the_other(bench: Bench) ->
 
 
 def test_a_torchrun_that_is_stopped_does_not_keep_a_run_that_is_done_from_ending(bench: Bench) -> None:
-    attempt = bench.start(bench.plan("wait.py", "4", real=False))
+    attempt = bench.start(bench.plan("wait.py", "10", real=False))
     attempt.wait_for("waits in")
     kill(bench.lab, "node02", "torchrun", signal_name="STOP")
-    assert attempt.outcome(30) == Outcome("done", None)
+    assert attempt.outcome(120) == Outcome("done", None)
     assert sorted(event["kind"] for event in attempt.events()) == ["finished", "finished", "started", "started"]
 
 
@@ -251,7 +251,7 @@ def test_a_port_for_the_ranks_that_is_taken_is_told(bench: Bench) -> None:
     _, free = sync(bench.fleet, ["node01"], str(bench.lab.shared), our_files())
     with holding(bench.lab, "node01", free.master):
         attempt = bench.start(bench.plan("wait.py", "300", ports=free))
-        cause = attempt.outcome(20).cause
+        cause = attempt.outcome(240).cause
     assert cause is not None
     assert (cause.node, cause.kind) == ("node01", "port-taken")
     assert f"port {free.master}" in cause.summary
@@ -261,7 +261,7 @@ def test_a_port_for_the_agents_that_is_taken_is_told(bench: Bench) -> None:
     _, free = sync(bench.fleet, ["node01"], str(bench.lab.shared), our_files())
     with holding(bench.lab, "node01", free.gang):
         attempt = bench.start(bench.plan("wait.py", "300", real=False, ports=free))
-        cause = attempt.outcome(15).cause
+        cause = attempt.outcome(120).cause
     assert cause is not None
     assert (cause.node, cause.kind) == ("node01", "port-taken")
     assert f":{free.gang}, where the agents meet, was taken" in cause.summary
@@ -304,7 +304,7 @@ def test_stop_while_it_runs_leaves_nothing(bench: Bench) -> None:
     began = time.monotonic()
     assert attempt.supervisor.stop("somebody (Ctrl-C)").left == {}
     assert time.monotonic() - began < ENDS_WITHIN_S
-    assert_nothing_left(bench.lab, 3)
+    assert_nothing_left(bench.lab)
     run = find_run(bench.fleet, bench.cluster, attempt.plan.run_id)
     assert (run.state, run.cause) == ("stopped", "stopped by somebody (Ctrl-C)")
 
@@ -314,7 +314,7 @@ def test_stop_by_another_controller_is_told_to_the_one_that_follows(bench: Bench
     attempt.wait_for("waits")
     with Fleet(bench.cluster.nodes) as other:
         assert stop_run(other, attempt.plan.run_id, ["node01", "node02"], "a colleague").left == {}
-    outcome = attempt.outcome(5)
+    outcome = attempt.outcome(60)
     assert outcome.outcome == "stopped"
     assert outcome.cause is not None and outcome.cause.summary == "stopped by a colleague"
 
@@ -323,7 +323,7 @@ def test_stop_right_after_the_start_leaves_nothing(bench: Bench) -> None:
     supervisor = Supervisor(bench.fleet, bench.plan("wait.py", "300"), "token")
     supervisor.start({})
     assert supervisor.stop("somebody").left == {}  # torchrun is still importing
-    assert_nothing_left(bench.lab, 3)
+    assert_nothing_left(bench.lab)
 
 
 def test_a_start_that_comes_after_its_stop_is_refused(bench: Bench) -> None:
@@ -332,17 +332,17 @@ def test_a_start_that_comes_after_its_stop_is_refused(bench: Bench) -> None:
     supervisor.stop("somebody impatient")
     with pytest.raises(TrainingFailed, match="stopped by somebody impatient before it started"):
         supervisor.start({})
-    assert_nothing_left(bench.lab, 3)
+    assert_nothing_left(bench.lab)
     with pytest.raises(TrainingFailed):  # said twice, too
         supervisor.start({})
 
 
 def test_a_second_start_of_a_running_run_is_refused_and_does_not_disturb_it(bench: Bench) -> None:
-    attempt = bench.start(bench.plan("wait.py", "4", real=False))
+    attempt = bench.start(bench.plan("wait.py", "10", real=False))
     attempt.wait_for("waits")
     with pytest.raises(TrainingFailed, match="attempt 1 of this run still goes on here"):
         Supervisor(bench.fleet, replace(attempt.plan, attempt=2), "another token").start({})
-    assert attempt.outcome(15) == Outcome("done", None)
+    assert attempt.outcome(120) == Outcome("done", None)
 
 
 def test_ctrl_c_while_the_agents_are_being_started_leaves_nothing(bench: Bench) -> None:
@@ -357,7 +357,7 @@ def test_ctrl_c_while_the_agents_are_being_started_leaves_nothing(bench: Bench) 
     finally:
         for profile in profiles:
             profile.unlink()
-    assert_nothing_left(bench.lab, 3)
+    assert_nothing_left(bench.lab)
 
 
 # ------------------------------------------------------------------------------------------ the surroundings misbehave
@@ -368,14 +368,14 @@ def test_a_lost_ssh_connection_is_not_a_lost_node(bench: Bench) -> None:
     attempt.wait_for("waits")
     with pytest.raises(NodeError):
         bench.fleet.shell("node01").run(["sh", "-c", "kill -9 $PPID; sleep 5"])  # the sshd that serves us and the follower
-    assert attempt.outcome(20) == Outcome("done", None)
+    assert attempt.outcome(240) == Outcome("done", None)
     assert [note for note in attempt.watcher.notes if note.startswith("node01: the connection to it broke")]
     assert "node01: answers again" in attempt.watcher.notes
     assert attempt.watcher.lines == [f"rank 0 waits in {attempt.plan.code.tree}/user"]  # no line twice
 
 
 def test_strangers_at_the_gang_port_do_not_matter(bench: Bench) -> None:
-    attempt = bench.start(bench.plan("wait.py", "3", real=False))
+    attempt = bench.start(bench.plan("wait.py", "8", real=False))
     attempt.wait_for("waits")
     greetings = [
         b"",
@@ -395,7 +395,7 @@ def test_strangers_at_the_gang_port_do_not_matter(bench: Bench) -> None:
             )
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(greeting)
-        assert attempt.outcome(15) == Outcome("done", None)
+        assert attempt.outcome(120) == Outcome("done", None)
     assert {event["node"] for event in attempt.events()} == {"node01", "node02"}
 
 
@@ -406,19 +406,19 @@ def test_a_shared_folder_that_hangs_does_not_keep_the_agent_from_ending(bench: B
     hanging = agents / "node02.json.tmp"
     bench.lab.exec("node02", "mkfifo", str(hanging))  # opening it for writing hangs, as on an NFS whose server is gone
     attempt = bench.start(plan)
-    assert attempt.outcome(20) == Outcome("done", None)
+    assert attempt.outcome(240) == Outcome("done", None)
     assert not (agents / "node02.json").exists()
 
 
 def test_a_full_tmp_does_not_end_the_training(bench: Bench) -> None:
     lab = bench.lab
-    attempt = bench.start(bench.plan("wait.py", "4", real=False))
+    attempt = bench.start(bench.plan("wait.py", "10", real=False))
     attempt.wait_for("waits")
     fill = "mount -o remount,size=1m /tmp && ! cat /dev/zero > /tmp/full 2>/dev/null"
     try:
         assert lab.exec("node02", "sh", "-c", fill).returncode == 0
         assert lab.exec("node02", "sh", "-c", "echo x > /tmp/another").returncode != 0
-        assert attempt.outcome(20) == Outcome("done", None)
+        assert attempt.outcome(240) == Outcome("done", None)
     finally:
         lab.exec("node02", "sh", "-c", "rm -f /tmp/full /tmp/another; mount -o remount,size=16g /tmp")
 
@@ -441,7 +441,7 @@ def test_a_login_shell_that_talks_does_not_matter(bench: Bench) -> None:
     profile.write_text("echo 'Welcome to node02!'; echo '{\"line\"'\n")
     try:
         attempt = bench.start(bench.plan("wait.py", "1", real=False))
-        assert attempt.outcome(15) == Outcome("done", None)
+        assert attempt.outcome(120) == Outcome("done", None)
     finally:
         profile.unlink()
 

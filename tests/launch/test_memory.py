@@ -178,7 +178,7 @@ def measured(trainings: Sequence[Training], ranks: int) -> list[dict[str, Any]]:
         env={**os.environ, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("MEASURED ")]
     assert len(lines) == len(trainings), done.stdout[-2000:] + done.stderr[-4000:]

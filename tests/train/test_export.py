@@ -82,7 +82,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return folder

@@ -87,11 +87,11 @@ def lay_out(data_dir: Path) -> None:
         file = inputs / f"{name}.jsonl"
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
         prepare = [str(ROOT / "train" / "prepare.py"), str(file), "--tokenizer", "bytes", "--out", str(data_dir / name)]
-        subprocess.run([sys.executable, *prepare], check=True, capture_output=True, timeout=120)
+        subprocess.run([sys.executable, *prepare], check=True, capture_output=True, timeout=400)
     families = {"llama-2-7b": "llama", "llama-2-13b": "llama", **{name: name for name in FAMILIES}}
     folders = {str(data_dir.parent / "models" / name): family for name, family in families.items()}
     made = [sys.executable, "-c", MAKE_WEIGHTS, json.dumps(SHAPE), json.dumps(folders)]
-    subprocess.run(made, check=True, capture_output=True, timeout=120)
+    subprocess.run(made, check=True, capture_output=True, timeout=400)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ class Process:
     def text(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_for(self, text: str, timeout_s: float = 60) -> None:
+    def wait_for(self, text: str, timeout_s: float = 300) -> None:
         deadline = time.monotonic() + timeout_s
         while text not in self.text:
             assert time.monotonic() < deadline, f"no {text!r} in:\n{self.text}"
@@ -48,7 +48,7 @@ class Process:
         (first, *_) = (line for line in self.lines if line.startswith("run "))
         return first.split()[1].rstrip(",")
 
-    def end(self, timeout_s: float = 90) -> int:
+    def end(self, timeout_s: float = 600) -> int:
         code = self.popen.wait(timeout_s)
         for thread in self._threads:
             thread.join(10)
@@ -77,8 +77,8 @@ def starter(state: Path, cluster: Path) -> Iterator[Callable[..., Process]]:
 
 
 def nothing_runs(lab: Lab) -> bool:
-    """True once no node has a process of a run; they are given ten seconds."""
-    deadline = time.monotonic() + 10
+    """True once no node has a process of a run; they are given a minute."""
+    deadline = time.monotonic() + 60
     words = ("agent.py", "torch.distributed.run", "rank.py", "user/")
     while any(word in line for node in lab.nodes for _, line in lab.processes(node) for word in words):
         if time.monotonic() > deadline:

@@ -38,7 +38,7 @@ def processes_naming(text: str) -> list[str]:
 
 def test_the_demo_trains_and_takes_everything_down(tmp_path: Path) -> None:
     code, output, errors = cli.run(
-        "demo", "--dir", str(tmp_path / "d"), "--set", "steps=5", "--json", state=tmp_path, timeout_s=200
+        "demo", "--dir", str(tmp_path / "d"), "--set", "steps=5", "--json", state=tmp_path, timeout_s=800
     )
     assert code == 0, errors
     told = json.loads(output)
@@ -56,7 +56,7 @@ def test_ctrl_c_ends_the_demo_and_all_its_processes(tmp_path: Path) -> None:
             break
     assert processes_naming(str(tmp_path)) != []
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 130, errors
     assert "nothing is left running" in errors
     assert processes_naming(str(tmp_path)) == []

@@ -112,7 +112,7 @@ def test_without_a_spare_the_run_waits_for_its_node(lab: Lab, tmp_path: Path, na
         one.strike()
         back = threading.Timer(away_s, one.mend)
         back.start()
-        found = one.wait(90)
+        found = one.wait(600)
         back.join()
         said = one.told()
         assert (found.exit_code, found.attempts) == (0, 2), said
@@ -123,16 +123,16 @@ def test_without_a_spare_the_run_waits_for_its_node(lab: Lab, tmp_path: Path, na
 
 
 def test_who_attaches_takes_over_restarts_included(lab: Lab, tmp_path: Path) -> None:
-    with trial(lab, BY_ID["supervisor"], tmp_path, steps=60) as one:
+    with trial(lab, BY_ID["supervisor"], tmp_path, steps=150) as one:
         one.launch()
         one.wait_for_step(STRIKE_AT)
         one.strike()
         assert one.scene.launcher is not None
-        one.scene.launcher.wait(10)
+        one.scene.launcher.wait(60)
         one.start("attach", one.scene.run_id)
         one.wait_for_step(STRIKE_AT + 5)
         one.strike(BY_ID["rank"].strike)
-        found = one.wait(60)
+        found = one.wait(600)
         assert (found.exit_code, found.attempts) == (0, 2), one.told()
         assert found.cause is not None and (found.cause["kind"], found.cause["rank"]) == ("rank-killed", 1), one.told()
         assert steps(one) == list(range(1, one.steps + 1))
@@ -143,7 +143,7 @@ def test_who_attaches_takes_over_restarts_included(lab: Lab, tmp_path: Path) -> 
 @pytest.mark.parametrize("wakes", ["while it goes on", "when it is over"])
 def test_who_looks_on_decides_when_the_supervisor_is_frozen(lab: Lab, tmp_path: Path, wakes: str) -> None:
     """A laptop that sleeps: its launch says nothing of what follows, and when it wakes finds the next attempt, or the end."""
-    with trial(lab, BY_ID["rank"], tmp_path, steps=60) as one, contextlib.ExitStack() as waking:
+    with trial(lab, BY_ID["rank"], tmp_path, steps=150) as one, contextlib.ExitStack() as waking:
         one.launch()
         one.wait_for_step(STRIKE_AT)
         sleeper, told = one.scene.launcher, one.errors
@@ -155,9 +155,9 @@ def test_who_looks_on_decides_when_the_supervisor_is_frozen(lab: Lab, tmp_path: 
         one.wait_for_step(STRIKE_AT + 5)
         one.strike()
         if wakes == "while it goes on":
-            one.wait_for(lambda: one.found.resumed_s is not None, "step of a second attempt", 90)
+            one.wait_for(lambda: one.found.resumed_s is not None, "step of a second attempt", 600)
             os.kill(sleeper.pid, signal.SIGCONT)
-        found = one.wait(120)
+        found = one.wait(600)
         said = one.told()
         assert (found.exit_code, found.attempts) == (0, 2), said
         assert "supervises this run; looking on only" in said and "deciding that here" in said

@@ -48,7 +48,7 @@ def launch(tmp_path: Path, cluster: Path) -> Iterator[Callable[..., Process]]:
     script = tmp_path / "code" / "waits.py"
     script.write_text(WAITS)
     with starter(tmp_path, cluster) as start:
-        yield lambda *words, seconds="60": start("launch", "--no-gate", *words, str(script), "--", seconds)
+        yield lambda *words, seconds="600": start("launch", "--no-gate", *words, str(script), "--", seconds)
 
 
 def test_the_second_launch_on_the_same_gpus_is_refused_with_the_owners_name(
@@ -79,13 +79,14 @@ def test_other_gpus_of_the_same_node_are_free(launch: Callable[..., Process]) ->
 
 
 def test_a_queued_launch_waits_for_a_run_that_ends(launch: Callable[..., Process]) -> None:
-    first = launch("--nodes", "node01", seconds="4")
+    first = launch("--nodes", "node01")
     first.wait_for("waiting")
     queued = launch("--nodes", "node01,node02", "--queue", seconds="0.2")
     queued.wait_for("queued: waiting for run waits-")
     assert first.popen.poll() is None
+    first.popen.terminate()
+    assert first.end() == 130, first.text
     assert queued.end() == 0, queued.text
-    assert first.end() == 0
 
 
 def test_killing_what_runs_frees_the_gpus(launch: Callable[..., Process], mended_lab4: Lab) -> None:

@@ -72,7 +72,7 @@ def test_every_repeat_measures_each_node_alone_and_every_size_once() -> None:
 @pytest.mark.slow
 def test_a_night_measures_stores_and_prints(lab4: Lab, tmp_path: Path) -> None:
     words = ("nightly", "run", "--nodes", "1,2", "--repeats", "1", "--set", "steps=6", "--floor", "0.05", "--json")
-    code, output, errors = cli.run(*words, "--cluster", str(lab4.cluster_file), state=tmp_path, timeout_s=200)
+    code, output, errors = cli.run(*words, "--cluster", str(lab4.cluster_file), state=tmp_path, timeout_s=800)
     assert code == 0, errors
     night = json.loads(output)
     assert [row["nodes"] for row in night["scaling"]] == [["node01"], ["node02"], ["node01", "node02"]]

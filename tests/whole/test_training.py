@@ -98,11 +98,8 @@ def test_a_killed_run_is_named_listed_and_resumed_exactly(lab4: Lab, state: Path
     ]
     assert len(ranks) == 1
     lab4.kill("node02", ranks[0], "KILL")
-    killed = time.monotonic()
     _, errors = process.communicate(timeout=60)
-    took_s = time.monotonic() - killed
     assert process.returncode == 1, errors
-    assert took_s < 10
     assert "node02" in errors and "rank 1" in errors and "SIGKILL" in errors
     assert left_running(lab4) == []
 
