@@ -40,6 +40,8 @@ LOGS_BYTES = 256 << 10
 MEMORY_MIB = 96
 BLINK_S = 2.0
 """Less than the gang's lease of 5 s, retransmissions included."""
+PAUSE_S = 7.0
+"""More than the lease: on waking, no agent has heard of the other for too long."""
 STRAY = "stray0"
 """An interface that leads nowhere; as a bridge it needs no hardware."""
 
@@ -176,6 +178,20 @@ def blink(scene: Scene) -> None:
     scene.undoing.callback(scene.lab.heal, scene.member)
     time.sleep(BLINK_S)
     scene.lab.heal(scene.member)
+
+
+def pause(scene: Scene) -> None:
+    """Let all of the run on both nodes, and their sshd, stand still for PAUSE_S: virtual machines that are saved, or moved."""
+    still = {
+        node: [*scene.find(node, "agent", "follower", "torchrun", "rank"), *scene.sshd(node)]
+        for node in (scene.lead, scene.member)
+    }
+    for node, found in still.items():
+        scene.undoing.callback(scene.signal, node, found, "CONT")
+        scene.signal(node, found, "STOP")
+    time.sleep(PAUSE_S)
+    for node, found in still.items():
+        scene.signal(node, found, "CONT")
 
 
 def power_off(scene: Scene) -> None:
@@ -351,6 +367,7 @@ FAULTS = (
     Fault("sshd-stopped", "sshd and all its connections end", "sshd is started", Answer("goes-on"), stop_sshd),
     Fault("sshd-frozen", "SIGSTOP of sshd and all its connections", "SIGCONT", Answer("goes-on"), freeze_sshd),
     Fault("link-blinks", f"the cable of a node is out for {BLINK_S:g} s", "it is plugged in again", Answer("goes-on"), blink),
+    Fault("nodes-paused", f"both machines stand still for {PAUSE_S:g} s", "they go on", Answer("goes-on"), pause),
     Fault(
         "link",
         "the cable of a node is pulled",

@@ -45,7 +45,7 @@ def half_started(plan: Plan) -> Plan:
     return second
 
 
-NO_START = TrainingFailed("node01", "the agent did not start: it did not come up within 10 s", "", "r4090c preflight")
+NO_START = TrainingFailed("node01", "the agent did not start: it did not come up within 20 s", "", "r4090c preflight")
 
 
 @pytest.mark.lab
