@@ -16,7 +16,7 @@ import pytest
 
 import launch.run
 from launch.attempts import Attempts, wish_of
-from launch.jobs import find_run
+from launch.jobs import STALE_S, find_run
 from launch.plan import Plan, plan_json
 from launch.restart import Policy
 from launch.run import held, require_next
@@ -39,8 +39,9 @@ def failed(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pla
 
 
 def half_started(plan: Plan) -> Plan:
-    """Return attempt 2 as its plan.json tells it, which no agent has written anything about."""
-    second = replace(plan, attempt=2, created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    """Return attempt 2 as its plan.json tells it, which no agent has written anything about; it is half of STALE_S old."""
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - STALE_S / 2))
+    second = replace(plan, attempt=2, created_at=created)
     Path(plan.run_dir, "plan.json").write_text(json.dumps(plan_json(second)))
     return second
 
@@ -121,7 +122,25 @@ def run(attempt: int, state: str, **more: Any) -> Any:
     return SimpleNamespace(attempt=attempt, state=state, **{"given_up": None, "stopped_by": None, "between": None, **more})
 
 
-def looked_on(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> tuple[str, int, bool]:
+class Clock(SimpleNamespace):
+    """Takes the place of module time in r4090c.cli.follow: sleeping costs nothing."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        super().__init__(time=time.time, monotonic=lambda: self.now_s, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(follow, "time", found)
+    return found
+
+
+def looked_on(*answers: Any) -> tuple[str, int, bool]:
     """Return (how who looks on after attempt 1 goes on, questions asked, whether it counts the supervisor as gone)."""
     told: Iterator[Any] = iter(answers)
     asked = 0
@@ -132,7 +151,6 @@ def looked_on(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> tuple[str, int,
         answer = next(told, answers[-1])
         return answer() if callable(answer) else answer
 
-    monkeypatch.setattr(follow, "UNTRUE_S", 0.01)
     onlooker = Onlooker(find, lambda run: f"attempt {run.attempt}")  # type: ignore[arg-type, return-value]
     last: Any = SimpleNamespace(supervisor=SimpleNamespace(plan=SimpleNamespace(attempt=1)))
     return str(follow._look_on(last, onlooker)), asked, onlooker.abandoned
@@ -141,8 +159,8 @@ def looked_on(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> tuple[str, int,
 NOBODY = CouldNotTell("every node", "none answers", "at least one reachable node", "r4090c preflight --quick")
 
 
-def test_a_silent_network_is_outlasted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "UNHEARD_S", 0.01)
+@pytest.mark.usefixtures("clock")
+def test_a_silent_network_is_outlasted() -> None:
     answers: Iterator[Any] = iter([NOBODY] * 5 + [run(1, "running")])
     said: list[str] = []
 
@@ -159,27 +177,27 @@ def test_a_silent_network_is_outlasted(monkeypatch: pytest.MonkeyPatch) -> None:
         patiently(find, said.append, 0.0)
 
 
-def test_a_silent_network_does_not_make_the_supervisor_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "ABANDONED_S", 5.0)
-
+def test_a_silent_network_does_not_make_the_supervisor_silent(clock: Clock) -> None:
     def late() -> Any:
-        time.sleep(6.0)
+        clock.sleep(follow.ABANDONED_S + 1)
         return run(1, "failed")
 
-    assert looked_on(monkeypatch, late, run(2, "running")) == ("attempt 2", 2, False)
+    assert looked_on(late, run(2, "running")) == ("attempt 2", 2, False)
 
 
-def test_an_attempt_that_goes_on_after_all_is_followed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert looked_on(monkeypatch, run(1, "running"))[::2] == ("attempt 1", False)
+@pytest.mark.usefixtures("clock")
+def test_an_attempt_that_goes_on_after_all_is_followed_again() -> None:
+    assert looked_on(run(1, "running"))[::2] == ("attempt 1", False)
 
 
-def test_a_supervisor_that_says_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "ABANDONED_S", 0.1)
-    assert looked_on(monkeypatch, run(1, "failed"))[::2] == ("None", True)
+def test_a_supervisor_that_says_nothing_is_gone(clock: Clock) -> None:
+    assert looked_on(run(1, "failed"))[::2] == ("None", True)
+    assert clock.now_s >= follow.ABANDONED_S
 
 
-def test_one_that_has_given_up_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert looked_on(monkeypatch, run(1, "failed", given_up="enough")) == ("None", 1, False)
+@pytest.mark.usefixtures("clock")
+def test_one_that_has_given_up_is_believed() -> None:
+    assert looked_on(run(1, "failed", given_up="enough")) == ("None", 1, False)
 
 
 # ------------------------------------------------------------------------------------------ what is told, and kept
