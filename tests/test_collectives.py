@@ -103,7 +103,7 @@ def test_every_collective_with_its_figures_and_its_table() -> None:
 @torch_here
 @pytest.mark.train
 def test_a_rank_that_never_comes_is_told_by_its_number() -> None:
-    with ranks(2, "--join-s", "45", of=3) as (lead, other):
+    with ranks(2, "--join-s", "25", of=3) as (lead, other):
         stdout, _ = lead.communicate(timeout=240)
         assert lead.returncode == collectives.TIMED_OUT
         assert other.wait(120) in (collectives.FAILED, collectives.TIMED_OUT)  # told by rank 0, or tired of waiting itself
@@ -115,7 +115,7 @@ def test_a_rank_that_never_comes_is_told_by_its_number() -> None:
 @pytest.mark.train
 def test_a_rank_that_stops_does_not_keep_the_others() -> None:
     """The peer is frozen in the middle: every call of torch would wait; the program does not."""
-    with ranks(2, "--min-bytes", "16M", "--max-bytes", "1G", "--iterations", "10000", "--timeout-s", "20") as (lead, other):
+    with ranks(2, "--min-bytes", "16M", "--max-bytes", "1G", "--iterations", "10000", "--timeout-s", "10") as (lead, other):
         assert lead.stderr is not None
         for line in lead.stderr:
             if "(us)" in line:

@@ -34,7 +34,7 @@ from tests.test_preflight import changed, r4090c
 
 pytestmark = [pytest.mark.lab, pytest.mark.train, pytest.mark.slow]
 
-QUICK = Sweep(1 << 20, 1 << 20, join_s=60.0, timeout_s=20.0, budget_s=0.3)
+QUICK = Sweep(1 << 20, 1 << 20, join_s=40.0, timeout_s=20.0, budget_s=0.3)
 BUSY = ("collectives.py", "all_reduce_perf", "mpirun")
 
 
@@ -88,6 +88,7 @@ def test_all_reduce_over_four_nodes_comes_near_the_wire(mended_lab4: Lab, tmp_pa
     assert leftovers(mended_lab4) == []
 
 
+@pytest.mark.long
 def test_a_node_that_reaches_nobody_is_found_and_the_others_are_cleared(mended_lab4: Lab) -> None:
     """SSH from the controller still works: only the collective knows."""
     lab = mended_lab4

@@ -67,7 +67,7 @@ def test_a_real_gloo_job_on_two_nodes(bench: Bench) -> None:
 
 
 def test_ranks_have_the_planned_cpus_and_environment_and_the_agents_say_so(bench: Bench) -> None:
-    attempt = bench.start(bench.plan("wait.py", "10", nproc=2, real=False, env={"HF_TOKEN": "hf_secret", "WORDS": "a b=c"}))
+    attempt = bench.start(bench.plan("wait.py", "8", nproc=2, real=False, env={"HF_TOKEN": "hf_secret", "WORDS": "a b=c"}))
     attempt.wait_for("waits")
     for node in attempt.plan.nodes:
         found = {}
@@ -111,7 +111,7 @@ def test_what_is_not_as_planned_is_a_warning_and_the_run_goes_on(bench: Bench) -
     wrapper.write_text("\n".join(lines) + "\n")
     wrapper.chmod(0o755)
     env = {"HF_TOKEN": "hf_secret", "WORDS": "a b=c"}
-    attempt = bench.start(bench.plan("wait.py", "10", nproc=2, real=False, env=env, python={"node02": str(wrapper)}))
+    attempt = bench.start(bench.plan("wait.py", "8", nproc=2, real=False, env=env, python={"node02": str(wrapper)}))
     assert attempt.outcome(240) == Outcome("done", None)
     told = [
         (event["node"], event["rank"], event["what"], event["planned"], event["actual"])
@@ -133,7 +133,7 @@ def test_what_is_not_as_planned_is_a_warning_and_the_run_goes_on(bench: Bench) -
 
 
 def test_without_affinity_the_ranks_may_run_everywhere(bench: Bench) -> None:
-    attempt = bench.start(bench.plan("wait.py", "8", nodes=1, nproc=2, real=False, affinity=False))
+    attempt = bench.start(bench.plan("wait.py", "6", nodes=1, nproc=2, real=False, affinity=False))
     assert attempt.outcome(240) == Outcome("done", None)
     placement = attempt.agent("node01")["placement"]
     assert [parse_cpu_list(placement[rank]["cpus"]) for rank in ("0", "1")] == [tuple(sorted(os.sched_getaffinity(0)))] * 2
@@ -141,7 +141,7 @@ def test_without_affinity_the_ranks_may_run_everywhere(bench: Bench) -> None:
 
 
 def test_ranks_of_one_node_alone_that_leave_one_after_the_other(bench: Bench) -> None:
-    attempt = bench.start(bench.plan("wait.py", "8", "exit", "1", "0", nodes=1, nproc=2, real=False))
+    attempt = bench.start(bench.plan("wait.py", "6", "exit", "1", "0", nodes=1, nproc=2, real=False))
     assert attempt.outcome(240) == Outcome("done", None)
     assert attempt.watcher.lines == [f"rank 0 waits in {attempt.plan.code.tree}/user"]
     ranks = attempt.agent("node01")["ranks"]
@@ -150,7 +150,7 @@ def test_ranks_of_one_node_alone_that_leave_one_after_the_other(bench: Bench) ->
 
 
 def test_a_torchrun_that_is_stopped_does_not_keep_a_run_that_is_done_from_ending(bench: Bench) -> None:
-    attempt = bench.start(bench.plan("wait.py", "10", real=False))
+    attempt = bench.start(bench.plan("wait.py", "8", real=False))
     attempt.wait_for("waits in")
     kill(bench.lab, "node02", "torchrun", signal_name="STOP")
     assert attempt.outcome(120) == Outcome("done", None)
@@ -338,7 +338,7 @@ def test_a_start_that_comes_after_its_stop_is_refused(bench: Bench) -> None:
 
 
 def test_a_second_start_of_a_running_run_is_refused_and_does_not_disturb_it(bench: Bench) -> None:
-    attempt = bench.start(bench.plan("wait.py", "10", real=False))
+    attempt = bench.start(bench.plan("wait.py", "8", real=False))
     attempt.wait_for("waits")
     with pytest.raises(TrainingFailed, match="attempt 1 of this run still goes on here"):
         Supervisor(bench.fleet, replace(attempt.plan, attempt=2), "another token").start({})
@@ -375,7 +375,7 @@ def test_a_lost_ssh_connection_is_not_a_lost_node(bench: Bench) -> None:
 
 
 def test_strangers_at_the_gang_port_do_not_matter(bench: Bench) -> None:
-    attempt = bench.start(bench.plan("wait.py", "8", real=False))
+    attempt = bench.start(bench.plan("wait.py", "6", real=False))
     attempt.wait_for("waits")
     greetings = [
         b"",
@@ -412,7 +412,7 @@ def test_a_shared_folder_that_hangs_does_not_keep_the_agent_from_ending(bench: B
 
 def test_a_full_tmp_does_not_end_the_training(bench: Bench) -> None:
     lab = bench.lab
-    attempt = bench.start(bench.plan("wait.py", "10", real=False))
+    attempt = bench.start(bench.plan("wait.py", "8", real=False))
     attempt.wait_for("waits")
     fill = "mount -o remount,size=1m /tmp && ! cat /dev/zero > /tmp/full 2>/dev/null"
     try:

@@ -122,6 +122,7 @@ def test_without_a_spare_the_run_waits_for_its_node(lab: Lab, tmp_path: Path, na
         assert left_behind(lab) == []
 
 
+@pytest.mark.long
 def test_who_attaches_takes_over_restarts_included(lab: Lab, tmp_path: Path) -> None:
     with trial(lab, BY_ID["supervisor"], tmp_path, steps=150) as one:
         one.launch()

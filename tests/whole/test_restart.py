@@ -119,7 +119,7 @@ def test_a_script_is_not_started_again_unless_that_is_asked_for(start: Callable[
 
 
 def test_a_spare_takes_the_place_of_a_node_without_power(start: Callable[..., Process], script: Path, lab4: Lab) -> None:
-    process = start("launch", "--restart", "--json", str(script), "--", "120")
+    process = start("launch", "--restart", "--json", str(script), "--", "90")
     process.wait_for("attempt 1 step 7")
     lab4.power_off("node02")
     process.wait_for("starting again with node03 for node02")
@@ -202,8 +202,8 @@ def kill_rank(lab: Lab, node: str, script: str = "toy_train.py") -> None:
 
 
 def test_who_looks_on_starts_no_attempt_of_its_own(recipe: Callable[..., Process], lab4: Lab) -> None:
-    launch = recipe("launch", "tiny", "--set", "steps=150", "--set", "checkpoint.every_steps=10", "--json")
-    launch.wait_for("step 12/150")
+    launch = recipe("launch", "tiny", "--set", "steps=100", "--set", "checkpoint.every_steps=10", "--json")
+    launch.wait_for("step 12/100")
     looker = recipe("attach", launch.run_id)
     looker.wait_for("looking on only")
     kill_rank(lab4, "node02")
