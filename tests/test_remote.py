@@ -9,9 +9,11 @@ import os
 import shlex
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -325,6 +327,22 @@ def test_a_long_line_is_read_in_time(shell: Shell) -> None:
     answer = shell.converse("def main(request):\n    return 'x' * (64 << 20)", None, timeout_s=240).answer()
     assert len(answer) == 64 << 20
     assert time.process_time() - began < 10
+
+
+def test_connections_are_made_and_opened_by_several_threads_at_the_same_time() -> None:
+    """Making one writes into its configuration, which takes all values away for a moment: they may not share it."""
+    ssh = Ssh("127.0.0.1", user="train")
+
+    def make(_: int) -> Any:
+        return remote._fabric_connection(ssh, remote._target(ssh), None).authentication.strategy_class
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(make, range(800))) == {None}
+    finally:
+        sys.setswitchinterval(before)
 
 
 class Mute(paramiko.ServerInterface):
