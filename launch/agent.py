@@ -63,8 +63,8 @@ STRANGER_S = 5.0  # est.: what a connection to the gang port gets to say who it 
 MOST_STRANGERS = 64  # keeps a port scanner from using up our descriptors
 MOST_UNSENT = MOST_LINE = 1 << 20  # bytes; an event with its log lines has 10 KB
 SHARED_READ_S = 3.0  # est.: reading the end of a log from an NFS that works
-START_S = 20.0  # est.: a loaded node starts python in a second or two
-LOCK_S = 22.0  # a `start` going on takes at most START_S, unless shared storage hangs
+START_S = 14.0  # est.: a loaded node starts python in a second or two
+LOCK_S = 15.0  # a `start` going on takes at most START_S, unless shared storage hangs; both within STALE_S of launch/jobs.py
 START_WAIT_S = 60.0  # est.: leases, NFS and SSH may hold up the start of an attempt that is followed already
 GAP_S = 2.0  # est.: an agent that has not looked for longer stood still itself, perhaps with its whole machine
 GONE_S = 1.0  # est.: an agent that ends writes its end before it goes; a second look costs little
@@ -754,7 +754,10 @@ class Gang:
     # ------------------------------------------------------------------ judging
 
     def loss(self) -> Optional[Loss]:
-        """Return who is lost, None while the gang is whole. Nobody who is done, and nobody after the end, can be lost."""
+        """Return who is lost, None while the gang is whole. Nobody who is done, and nobody after the end, can be lost.
+
+        Asked at every tick: the time between two questions tells whether we stood still.
+        """
         if self.all_done:
             return None
         now = time.monotonic()

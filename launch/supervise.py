@@ -37,12 +37,12 @@ NOBODY_S = 30.0
 """est.: when no node at all answers for this long, the controller's own network is the likelier fault."""
 PATIENT_S = 1800.0
 """est.: a supervisor that starts runs again outlasts a reboot of its own router or switch; the agents go on without it."""
-START_ANSWER_S = 60.0
-"""A start may wait 22 s for a start or a stop that goes on, and 20 s for its agent to come up (launch/agent.py)."""
+START_ANSWER_S = 40.0
+"""A start may wait 15 s for a start or a stop that goes on, and 14 s for its agent to come up (launch/agent.py)."""
 STOP_GRACE_S = 5.0
 """est.: what an agent gets to end its ranks when asked to stop."""
 STOP_ANSWER_S = 45.0
-"""A stop may wait 22 s for a start that goes on, 15 s for the agent, 5.5 s for what it left (launch/agent.py)."""
+"""A stop may wait 15 s for a start that goes on, 15 s for the agent, 5.5 s for what it left (launch/agent.py)."""
 LATE_S = 8.0
 """est.: the gang ends an attempt everywhere in about 3 s; a node that goes on for longer after another has failed is stopped."""
 

@@ -121,9 +121,8 @@ def configuration(recipe: Recipe, weights: Weights | None) -> Any:
     try:
         plain = {"local_files_only": True}
         found = AutoConfig.from_pretrained(weights.folder, **plain) if weights else AutoConfig.for_model(recipe.model.family)
-        rotary = (
-            getattr(found, "rope_parameters", None) or {}
-        )  # transformers 5 keeps rope_theta there, and ignores it beside a folder
+        # transformers 5 keeps rope_theta there, and ignores one that is given beside a folder.
+        rotary = getattr(found, "rope_parameters", None) or {}
         unknown = [
             key
             for key, value in recipe.model.config.items()

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from launch import agent
+from launch import agent, supervise
+from launch.jobs import STALE_S
 
 WAIT_S = 30.0
 """No test waits so long for anything that works."""
@@ -154,3 +155,13 @@ def test_a_stop_tells_the_agent_who_stops_it_though_a_start_holds_the_lock(run: 
         assert run.stop(start_name="one")["had_agent"]
     assert running.wait(WAIT_S) == -signal.SIGTERM
     assert json.loads((run.folder / "stop.json").read_text())["by"] == "kim"
+
+
+def test_a_start_and_a_stop_fit_into_what_others_wait_for_them() -> None:
+    longest_s = agent.LOCK_S + agent.START_S
+    assert agent.START_S < agent.LOCK_S, "who waits for a start outlasts it"
+    assert longest_s < STALE_S, "a run that starts slowly counts as running all the while"
+    assert longest_s < supervise.START_ANSWER_S
+    agent_ends_s = supervise.STOP_GRACE_S + agent.KILL_WAIT_S + agent.LINGER_S
+    swept_s = 0.5 + agent.KILL_WAIT_S
+    assert agent.LOCK_S + agent_ends_s + swept_s < supervise.STOP_ANSWER_S

@@ -46,7 +46,7 @@ def half_started(plan: Plan) -> Plan:
     return second
 
 
-NO_START = TrainingFailed("node01", "the agent did not start: it did not come up within 20 s", "", "r4090c preflight")
+NO_START = TrainingFailed("node01", "the agent did not start: it did not come up within 14 s", "", "r4090c preflight")
 
 
 @pytest.mark.lab
