@@ -132,7 +132,7 @@ def test_nccl_tests_under_mpirun_moves_bytes_over_the_shaped_link(lab: Any, tmp_
     for name in two.nodes:
         two.shape(name, "200mbit")
     with boxes(two, tmp_path) as file:
-        found, told = run_all(two, file, Sweep(1 << 22, 1 << 24, budget_s=0.5))
+        found, told = run_all(two, file, Sweep(1 << 22, 1 << 24, budget_s=4.0))
     whole = found.whole
     assert whole is not None and whole.passed, whole
     assert (whole.program, whole.ranks, whole.wrong) == ("mpirun", 4, 0)
